@@ -1,0 +1,41 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help run test lint format fuzz bench clean
+
+help:  ## Show the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+# torch goes first, so that nothing after it can choose another build.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+run: $(READY)  ## Set up and show the core on an example
+	$(BIN)/python -m fastrpb
+
+test: $(READY)  ## Set up and run the whole suite
+	$(BIN)/pytest
+
+lint: $(READY)  ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(READY)  ## Mend what the formatter and the linter can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+fuzz: $(READY)  ## 10 000 random calls of the public functions
+	FASTRPB_FUZZ=10000 $(BIN)/pytest tests/test_fuzz.py
+
+bench: $(READY)  ## Measure speed and memory on this machine's CPU
+	$(BIN)/python benchmarks/toeplitz_cpu.py
+
+clean:  ## Remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
