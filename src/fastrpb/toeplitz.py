@@ -5,7 +5,8 @@ position. The last axis of `w` runs over the distances in ascending order, so fo
 `N-1+d` holds `w_d`. Values are (batch, heads, length, dim).
 """
 
-from typing import Literal, get_args
+from contextlib import nullcontext
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -14,13 +15,25 @@ from fastrpb.kernels.fft import toeplitz_fft
 
 Impl = Literal["auto", "dense", "fft"]
 
-# The square size up to which the dense product is the fastest, as measured by
-# `benchmarks/crossover.py` on the machine that results/ names.
-_DENSE_UP_TO = {
-    ("cpu", torch.float32): 160,
-    ("cpu", torch.float64): 160,
-    ("cuda", torch.float32): 512,
-    ("cuda", torch.float64): 512,
+
+class _Cost(NamedTuple):
+    """Nanoseconds, fitted to measurements: `auto` compares the two ways by them."""
+
+    form: float  # dense: to write one entry of W
+    multiply: float  # dense: one multiply-add
+    launch: float  # fft: a call
+    transform: float  # fft: one entry of a signal, there and back
+
+    def prefers_dense(self, entries: int, length: int, heads: int, columns: int) -> bool:
+        """W with `entries` entries a head, or transforms of `length`; `columns` vectors a head."""
+        dense = heads * entries * (self.form + self.multiply * columns)
+        return dense <= self.launch + heads * length * (columns + 1) * self.transform
+
+
+# CPU: two cores of an AMD EPYC (Zen 4), torch 2.13. `make bench` shows how `auto` does elsewhere.
+_COSTS = {
+    ("cpu", torch.float32): _Cost(0.5, 0.0125, 2e5, 1.3),
+    ("cpu", torch.float64): _Cost(1.0, 0.04, 2e5, 2.2),
 }
 
 
@@ -120,13 +133,12 @@ def toeplitz_matmul(
             f"w must hold M+N-1 = {m + n - 1} distances for {m} outputs over {n} inputs; "
             f"got w of shape {tuple(w.shape)}"
         )
-    lead = _broadcast_lead(w.shape[:-1], v.shape[:-2], w, v)
+    lead = _broadcast_lead(w, w.shape[:-1], v)
     if causal:
         w = torch.nn.functional.pad(w[..., :m], (0, n - 1))
-    dtype = _compute_dtype(w, v)
-    impl = _choose(impl, m * n / (m + n) * 2, v.device, dtype)
-    y = _product(w.to(dtype), v.to(dtype), m, lead, impl)
-    return y.to(v.dtype)
+    w, x = _canonical(w, v, lead)
+    y = toeplitz_fft(w, x, m) if _use_fft(impl, m * n, m + n - 1, x) else _dense(toeplitz(w, m), x)
+    return _restore(y, lead, v)
 
 
 def toeplitz_matmul_2d(
@@ -156,69 +168,88 @@ def toeplitz_matmul_2d(
         raise ValueError(
             f"v holds {v.shape[-2]} positions, but shape=({height}, {width}) has {height * width}"
         )
-    heads = w.shape[:1] if w.dim() > 1 else w.shape[:0]
-    lead = _broadcast_lead(heads, v.shape[:-2], w, v)
-    dtype = _compute_dtype(w, v)
-    w = w.to(dtype)
-    if w.dim() < 3:
-        return _additive(w, v, height, width, lead, impl).to(v.dtype)
-    impl = _choose(impl, height * width, v.device, dtype)
-    return _full(w, v.to(dtype), height, width, lead, impl).to(v.dtype)
+    return (_full if w.dim() == 3 else _additive)(w, v, height, width, impl)
 
 
-def _additive(
-    w: Tensor, v: Tensor, height: int, width: int, lead: torch.Size, impl: Impl
-) -> Tensor:
+def _additive(w: Tensor, v: Tensor, height: int, width: int, impl: Impl) -> Tensor:
     """Prop. 2: R·(row sums), the same for every column, plus R·(column sums), for every row."""
     image = v.unflatten(-2, (height, width))
-    sums = image.sum(-2, dtype=w.dtype), image.sum(-3, dtype=w.dtype)
-    down, across = (
-        _product(part, x, x.shape[-2], lead, _choose(impl, x.shape[-2], v.device, w.dtype))
-        for part, x in zip(_additive_parts(w, height, width), sums, strict=True)
-    )
-    return (down.unsqueeze(-2) + across.unsqueeze(-3)).flatten(-3, -2)
+    dtype = _compute_dtype(w, v)
+    down, across = _additive_parts(w, height, width)
+    down = toeplitz_matmul(down, image.sum(-2, dtype=dtype), impl=impl)
+    across = toeplitz_matmul(across, image.sum(-3, dtype=dtype), impl=impl)
+    return (down.unsqueeze(-2) + across.unsqueeze(-3)).flatten(-3, -2).to(v.dtype)
 
 
-def _full(w: Tensor, v: Tensor, height: int, width: int, lead: torch.Size, impl: Impl) -> Tensor:
+def _full(w: Tensor, v: Tensor, height: int, width: int, impl: Impl) -> Tensor:
     """A full 2D bias is a 1D one on rows padded to 2W-1, so that no distance leaves its row.
 
     The flattened weights are then the 1D weights as they stand: (2H-1)(2W-1) = 2N-1 distances for
-    N = (H-1)(2W-1) + W positions. Same transform length as a 2D FFT over (2H, 2W).
+    N = (H-1)(2W-1) + W positions. The transforms are as long as those of a 2D FFT over (2H, 2W).
     """
-    if impl == "dense":
-        with torch.autocast(v.device.type, enabled=False):
-            return toeplitz_2d(w, (height, width)) @ v
-    stride = 2 * width - 1
-    n = (height - 1) * stride + width
-    padded = torch.nn.functional.pad(v.unflatten(-2, (height, width)), (0, 0, 0, width - 1))
-    y = _product(w.flatten(-2), padded.flatten(-3, -2)[..., :n, :], n, lead, impl)
-    y = torch.nn.functional.pad(y, (0, 0, 0, width - 1)).unflatten(-2, (height, stride))
-    return y[..., :width, :].flatten(-3, -2)
+    n, stride = height * width, 2 * width - 1
+    lead = _broadcast_lead(w, w.shape[:1], v)
+    flat, x = _canonical(w.flatten(1), v, lead)
+    if _use_fft(impl, n * n, flat.shape[-1], x):
+        rows = torch.nn.functional.pad(x.unflatten(-2, (height, width)), (0, 0, 0, width - 1))
+        line = rows.flatten(2, 3)[:, :, : 1 - width or None]
+        line = toeplitz_fft(flat, line, line.shape[-2])
+        rows = torch.nn.functional.pad(line, (0, 0, 0, width - 1)).unflatten(2, (height, stride))
+        y = rows[..., :width, :].flatten(2, 3)
+    else:
+        y = _dense(toeplitz_2d(flat.unflatten(-1, (-1, stride)), (height, width)), x)
+    return _restore(y, lead, v)
 
 
-def _product(w: Tensor, v: Tensor, m: int, lead: torch.Size, impl: Impl) -> Tensor:
-    """W·v for checked arguments of one dtype and a chosen `impl`; `lead` is the broadcast shape."""
-    if impl == "dense":
-        # Not under autocast: it would round both factors to half precision.
-        with torch.autocast(v.device.type, enabled=False):
-            return toeplitz(w, m) @ v
-    # The operator takes (heads, distances) and (batch, heads, N, dim): the axes that w varies over
-    # are heads, those before them are batch.
-    own = next((i for i, size in enumerate(w.shape[:-1]) if size != 1), w.dim() - 1)
-    heads = lead[len(lead) - (w.dim() - 1 - own) :]
-    batch = lead[: len(lead) - len(heads)]
-    w = w.expand(*lead[len(lead) - (w.dim() - 1) :], -1)[(0,) * own].reshape(-1, w.shape[-1])
+def _canonical(w: Tensor, v: Tensor, lead: torch.Size) -> tuple[Tensor, Tensor]:
+    """Weights (heads, distances) and values (batch, heads, length, dim) in the dtype to compute in.
+
+    The axes that w varies over are heads, those before them are batch.
+    """
+    dtype = _compute_dtype(w, v)
+    if not w.dtype == v.dtype == dtype:  # a cast that changes nothing costs a microsecond
+        w, v = w.to(dtype), v.to(dtype)
+    if w.dim() == 2 and v.dim() == 4 and w.shape[0] == v.shape[1]:
+        return w, v
+    own = list(w.shape[:-1])
+    while own and own[0] == 1:
+        own.pop(0)
+    batch, heads = lead[: len(lead) - len(own)], lead[len(lead) - len(own) :]
+    w = w.reshape(*own, -1).expand(*heads, -1).reshape(-1, w.shape[-1])
     v = v.expand(*lead, -1, -1).reshape(batch.numel(), heads.numel(), *v.shape[-2:])
-    return toeplitz_fft(w, v, m).reshape(*lead, m, v.shape[-1])
+    return w, v
 
 
-def _choose(impl: str, size: float, device: torch.device, dtype: torch.dtype) -> Impl:
-    """The implementation to run; `size` is that of the square product of the same cost."""
-    if impl not in get_args(Impl):
-        raise ValueError(f"unknown impl={impl!r}; choose from {', '.join(get_args(Impl))}")
+def _restore(y: Tensor, lead: torch.Size, v: Tensor) -> Tensor:
+    """Undo `_canonical` for a result: the leading shape and the dtype of the values."""
+    if y.shape[:-2] != lead:
+        y = y.reshape(*lead, *y.shape[-2:])
+    return y if y.dtype == v.dtype else y.to(v.dtype)
+
+
+def _dense(matrix: Tensor, v: Tensor) -> Tensor:
+    """(heads, M, N) times (batch, heads, N, dim), as one wide product a head where that is faster.
+
+    The plain product copies the matrix for every batch element.
+    """
+    batch, heads, n, dim = v.shape
+    # Autocast would round both factors to half precision.
+    exact = torch.is_autocast_enabled(v.device.type)
+    with torch.autocast(v.device.type, enabled=False) if exact else nullcontext():
+        if batch == 1 or n < 2 * dim:
+            return matrix @ v
+        wide = matrix @ v.permute(1, 2, 0, 3).reshape(heads, n, batch * dim)
+        return wide.unflatten(-1, (batch, dim)).permute(2, 0, 1, 3).contiguous()
+
+
+def _use_fft(impl: str, entries: int, length: int, v: Tensor) -> bool:
     if impl != "auto":
-        return impl  # pyright: ignore[reportReturnType]
-    return "dense" if size <= _DENSE_UP_TO.get((device.type, dtype), 128) else "fft"
+        if impl not in get_args(Impl):
+            raise ValueError(f"unknown impl={impl!r}; choose from {', '.join(get_args(Impl))}")
+        return impl == "fft"
+    batch, heads, _, dim = v.shape
+    cost = _COSTS.get((v.device.type, v.dtype), _COSTS["cpu", torch.float32])
+    return not cost.prefers_dense(entries, length, heads, batch * dim)
 
 
 def _additive_parts(w: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
@@ -228,7 +259,8 @@ def _additive_parts(w: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]
 
 
 def _compute_dtype(w: Tensor, v: Tensor) -> torch.dtype:
-    return torch.float64 if torch.float64 in (w.dtype, v.dtype) else torch.float32
+    double = w.dtype == torch.float64 or v.dtype == torch.float64
+    return torch.float64 if double else torch.float32
 
 
 def _check_values(w: Tensor, v: Tensor) -> None:
@@ -245,13 +277,17 @@ def _check_values(w: Tensor, v: Tensor) -> None:
         raise ValueError(f"v has an empty sequence: shape {tuple(v.shape)}")
 
 
-def _broadcast_lead(w_lead: torch.Size, v_lead: torch.Size, w: Tensor, v: Tensor) -> torch.Size:
+def _broadcast_lead(w: Tensor, heads: torch.Size, v: Tensor) -> torch.Size:
+    """The leading shape of the result; `heads` is that of w."""
+    lead = v.shape[:-2]
+    if heads == lead[-1:]:
+        return lead
     try:
-        return torch.broadcast_shapes(w_lead, v_lead)
+        return torch.broadcast_shapes(heads, lead)
     except RuntimeError:
         raise ValueError(
-            f"the heads of w and v do not match: {tuple(w_lead)} of w {tuple(w.shape)} do not "
-            f"broadcast with {tuple(v_lead)} of v {tuple(v.shape)}"
+            f"the heads of w and v do not match: {tuple(heads)} of w {tuple(w.shape)} do not "
+            f"broadcast with {tuple(lead)} of v {tuple(v.shape)}"
         ) from None
 
 

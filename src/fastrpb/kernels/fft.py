@@ -60,9 +60,9 @@ def _chunks(signals: Tensor, size: int) -> Iterator[tuple[slice, slice, slice]]:
     room = max(1, limit // (size * signals.element_size()))
     ranges = []
     for total in reversed(signals.shape[:3]):
-        step = min(total, max(1, room))
+        step = max(1, min(total, room))
         ranges.append([slice(i, i + step) for i in range(0, total, step)])
-        room //= total
+        room //= max(1, total)
     for cs, hs, bs in product(*ranges):
         yield bs, hs, cs
 

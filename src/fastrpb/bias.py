@@ -1,0 +1,322 @@
+"""FastRPB and FastRPB2d: the learned w as modules, a term to add to any attention (§3.2).
+
+>>> import torch
+>>> from fastrpb import FastRPB
+>>> rpb = FastRPB(num_heads=4, max_length=512)
+>>> q = k = v = torch.randn(2, 4, 300, 16)
+>>> y = torch.nn.functional.scaled_dot_product_attention(q, k, v) + rpb(v)
+>>> y.shape
+torch.Size([2, 4, 300, 16])
+"""
+
+from abc import ABC, abstractmethod
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fastrpb.init import Init, local
+from fastrpb.toeplitz import toeplitz, toeplitz_2d, toeplitz_matmul, toeplitz_matmul_2d
+
+Kind = Literal["additive", "full"]
+
+
+class _Bias(nn.Module, ABC):
+    """What the 1D and the 2D bias share: the parameter `w`, the prefix and the mask."""
+
+    w: nn.Parameter
+
+    def __init__(self, num_heads: int, prefix: int, init: Init):
+        super().__init__()
+        if num_heads < 1:
+            raise ValueError(f"num_heads={num_heads} must be at least 1")
+        if prefix < 0:
+            raise ValueError(f"prefix={prefix} must not be negative")
+        self.num_heads = num_heads
+        self.prefix = prefix
+        self.init = init
+
+    @abstractmethod
+    def reset_parameters(self) -> None:
+        """Draw `w` anew by `init`."""
+
+    @abstractmethod
+    def _dense(self, length: int) -> Tensor:
+        """W over `length` tokens after the prefix."""
+
+    @abstractmethod
+    def _multiply(self, v: Tensor) -> Tensor:
+        """W·v for the tokens after the prefix."""
+
+    @abstractmethod
+    def _mismatch(self, saved: torch.Size) -> str:
+        """Say what weights of the shape `saved` belong to, and how to bring them here."""
+
+    def forward(self, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """W·v, a term for the output of any attention.
+
+        Args:
+            v: (batch, heads, length, dim), or without batch. Prefix tokens come first.
+            mask: (batch, length) bool, True = keep: the others (padding) contribute nothing.
+
+        Returns:
+            (batch, heads, length, dim) in the dtype of v. Rows of prefix tokens are zero.
+        """
+        self._check(v, mask)
+        if mask is not None:
+            v = v.masked_fill(~mask[..., None, :, None], 0)
+        y = self._multiply(v[..., self.prefix :, :])
+        return nn.functional.pad(y, (0, 0, self.prefix, 0)) if self.prefix else y
+
+    def matrix(self, length: int) -> Tensor:
+        """W for a sequence of `length` tokens, prefix included: `matrix(length) @ v == forward(v)`.
+
+        Returns (heads, length, length): for plots and tests.
+        """
+        return nn.functional.pad(self._dense(length - self.prefix), (self.prefix, 0) * 2)
+
+    def _check(self, v: Tensor, mask: Tensor | None) -> None:
+        if not isinstance(v, Tensor):
+            raise TypeError(f"v must be a tensor, got {type(v).__name__}")
+        if v.dim() < 3 or v.shape[-3] != self.num_heads:
+            raise ValueError(
+                f"v must be (batch, {self.num_heads} heads, length, dim), got {tuple(v.shape)}"
+            )
+        if v.shape[-2] <= self.prefix:
+            raise ValueError(f"v has {v.shape[-2]} tokens, none after the prefix of {self.prefix}")
+        if mask is None:
+            return
+        if mask.dtype != torch.bool:
+            raise TypeError(f"mask must be bool with True = keep, got {mask.dtype}")
+        wanted = (*v.shape[:-3], v.shape[-2])
+        if mask.shape != wanted:
+            raise ValueError(
+                f"mask must be (batch, length) = {wanted} for v {tuple(v.shape)}, "
+                f"got {tuple(mask.shape)}"
+            )
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ):
+        saved = state_dict.get(prefix + "w")
+        if saved is not None and saved.shape != self.w.shape:
+            error_msgs.append(f"{prefix}w: {self._mismatch(saved.shape)}")
+            return
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
+
+
+class FastRPB(_Bias):
+    """Y = W·V with W[n, m] = w_{m-n}: one learned weight per head and relative distance.
+
+    O(N log N) time and O(N) parameters. Sequences may be shorter than `max_length`: they use the
+    weights of the distances they have.
+
+    Args:
+        num_heads: heads, each with weights of its own.
+        max_length: the longest sequence, prefix tokens not counted.
+        causal: only the past, m <= n; stores N weights instead of 2N-1.
+        symmetric: w_d = w_{-d}; stores N weights.
+        prefix: tokens at the front (CLS) that neither get nor give bias nor shift the positions.
+        init: fills `w` (see `fastrpb.init`). `zero` leaves a trained model as it is.
+
+    Attributes:
+        w: (num_heads, 2N-1), by ascending distance; causal: (num_heads, N), the distances
+            -(N-1)..0; symmetric: (num_heads, N), the distances 0..N-1.
+
+    >>> rpb = FastRPB(8, max_length=784, prefix=1)
+    >>> v = torch.randn(2, 8, 785, 32)
+    >>> torch.allclose(rpb(v), rpb.matrix(785) @ v, atol=1e-4)
+    True
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        max_length: int,
+        *,
+        causal: bool = False,
+        symmetric: bool = False,
+        prefix: int = 0,
+        init: Init = local(),  # noqa: B008  (a function, not state)
+    ):
+        super().__init__(num_heads, prefix, init)
+        if max_length < 1:
+            raise ValueError(f"max_length={max_length} must be at least 1")
+        if causal and symmetric:
+            raise ValueError("a causal bias has no future to be symmetric with; choose one of both")
+        self.max_length = max_length
+        self.causal = causal
+        self.symmetric = symmetric
+        self.w = nn.Parameter(torch.empty(num_heads, len(self._distances())))
+        self.reset_parameters()
+
+    def _distances(self) -> range:
+        """The distances that `w` stores."""
+        n = self.max_length
+        return range(0 if self.symmetric else 1 - n, 1 if self.causal else n)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        distance = torch.tensor(self._distances(), dtype=self.w.dtype, device=self.w.device).abs()
+        self.init(self.w, distance)
+
+    def weights(self, length: int) -> Tensor:
+        """W for `length` positions: (heads, 2·length-1), the distances -(length-1)..length-1."""
+        n = self.max_length
+        if not 1 <= length <= n:
+            raise ValueError(f"length {length} is not within 1..max_length={n}; see resize()")
+        if self.causal:
+            return nn.functional.pad(self.w[:, n - length :], (0, length - 1))
+        if self.symmetric:
+            half = self.w[:, :length]
+            return torch.cat([half[:, 1:].flip(-1), half], dim=-1)
+        return self.w[:, n - length : n + length - 1]
+
+    def _dense(self, length: int) -> Tensor:
+        return toeplitz(self.weights(length))
+
+    def _multiply(self, v: Tensor) -> Tensor:
+        return toeplitz_matmul(self.weights(v.shape[-2]), v)
+
+    @torch.no_grad()
+    def resize(self, max_length: int) -> "FastRPB":
+        """A new bias for another length: the weights of common distances kept, others zero."""
+        new = FastRPB(
+            self.num_heads,
+            max_length,
+            causal=self.causal,
+            symmetric=self.symmetric,
+            prefix=self.prefix,
+            init=self.init,
+        ).to(self.w)
+        here, there = self._distances(), new._distances()
+        first = max(here.start, there.start)
+        count = min(here.stop, there.stop) - first
+        new.w.zero_()
+        new.w.narrow(1, first - there.start, count).copy_(
+            self.w.narrow(1, first - here.start, count)
+        )
+        return new
+
+    def _mismatch(self, saved: torch.Size) -> str:
+        length = saved[-1] if self.causal or self.symmetric else (saved[-1] + 1) / 2
+        return (
+            f"the saved weights {tuple(saved)} are of {saved[0]} heads and max_length={length:g}, "
+            f"this bias has {self.num_heads} heads and max_length={self.max_length}; load them "
+            "into a FastRPB of their own size and resize() it"
+        )
+
+    def extra_repr(self) -> str:
+        flags = "".join(f", {f}=True" for f in ("causal", "symmetric") if getattr(self, f))
+        prefix = f", prefix={self.prefix}" if self.prefix else ""
+        return f"{self.num_heads}, max_length={self.max_length}{flags}{prefix}"
+
+
+class FastRPB2d(_Bias):
+    """Y = W·V over the pixels of an image, by their vertical and horizontal distances dy and dx.
+
+    - `kind="additive"`: w_dy + w_dx with one w for both (the paper's). Row sums, column sums and
+      two small products: it reads and writes V once.
+    - `kind="full"`: w_{dy,dx}, which an additive bias cannot express; O(HW log HW) a channel.
+
+    Args:
+        num_heads: heads, each with weights of its own.
+        height: rows of the image.
+        width: columns of the image; need not equal `height`.
+        kind: "additive" or "full".
+        prefix: tokens at the front (CLS) that neither get nor give bias nor shift the pixels.
+        init: fills `w` (see `fastrpb.init`).
+
+    Attributes:
+        w: additive (num_heads, 2·max(height, width)-1); full (num_heads, 2·height-1, 2·width-1).
+
+    >>> rpb = FastRPB2d(8, 28, 28, prefix=1)
+    >>> rpb(torch.randn(2, 8, 785, 32)).shape
+    torch.Size([2, 8, 785, 32])
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        height: int,
+        width: int,
+        *,
+        kind: Kind = "additive",
+        prefix: int = 0,
+        init: Init = local(),  # noqa: B008  (a function, not state)
+    ):
+        super().__init__(num_heads, prefix, init)
+        if height < 1 or width < 1:
+            raise ValueError(f"an image of {height}×{width} pixels has no distances")
+        if kind not in ("additive", "full"):
+            raise ValueError(f"unknown kind={kind!r}; choose additive or full")
+        self.height = height
+        self.width = width
+        self.kind: Kind = kind
+        self.w = nn.Parameter(torch.empty(num_heads, *self._distance().shape))
+        self.reset_parameters()
+
+    def _distance(self) -> Tensor:
+        """How far apart the pixels of every stored weight are."""
+        if self.kind == "additive":
+            n = max(self.height, self.width)
+            return torch.arange(1.0 - n, n).abs()
+        dy = torch.arange(1.0 - self.height, self.height)
+        dx = torch.arange(1.0 - self.width, self.width)
+        return torch.hypot(dy[:, None], dx)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.init(self.w, self._distance().to(self.w))
+        if self.kind == "additive":
+            # Every w_d stands for a whole row and a whole column of pixels: keep the size of W.
+            self.w /= (self.height + self.width) ** 0.5
+
+    def _dense(self, length: int) -> Tensor:
+        self._check_length(length)
+        return toeplitz_2d(self.w, (self.height, self.width))
+
+    def _multiply(self, v: Tensor) -> Tensor:
+        self._check_length(v.shape[-2])
+        return toeplitz_matmul_2d(self.w, v, (self.height, self.width))
+
+    def _check_length(self, length: int) -> None:
+        if length != self.height * self.width:
+            raise ValueError(
+                f"{length} tokens after the prefix of {self.prefix} do not make an image of "
+                f"{self.height}×{self.width} = {self.height * self.width} pixels"
+            )
+
+    @torch.no_grad()
+    def resize(self, height: int, width: int) -> "FastRPB2d":
+        """A new bias for another image: the weights of common distances kept, others zero."""
+        new = FastRPB2d(
+            self.num_heads, height, width, kind=self.kind, prefix=self.prefix, init=self.init
+        ).to(self.w)
+        new.w.zero_()
+        old_part, new_part = self.w.detach(), new.w.detach()
+        for axis in range(1, self.w.dim()):
+            count = min(self.w.shape[axis], new.w.shape[axis])
+            old_part = old_part.narrow(axis, (self.w.shape[axis] - count) // 2, count)
+            new_part = new_part.narrow(axis, (new.w.shape[axis] - count) // 2, count)
+        new_part.copy_(old_part)
+        return new
+
+    def _mismatch(self, saved: torch.Size) -> str:
+        return (
+            f"the saved weights {tuple(saved)} are not the {tuple(self.w.shape)} of a {self.kind} "
+            f"bias of {self.num_heads} heads over {self.height}×{self.width} pixels; load them "
+            "into a FastRPB2d of their own size and resize() it"
+        )
+
+    def extra_repr(self) -> str:
+        prefix = f", prefix={self.prefix}" if self.prefix else ""
+        return f"{self.num_heads}, {self.height}, {self.width}, kind={self.kind!r}{prefix}"

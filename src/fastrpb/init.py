@@ -1,0 +1,58 @@
+"""Initial values for the weights of a bias. They decide accuracy more than anything else.
+
+An init is a function `init(w, distance)` that fills `w` (heads, ...) in place, given the length
+`distance` (...) of every relative distance, in tokens (in pixels for a 2D bias).
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+Init = Callable[[Tensor, Tensor], object]
+
+
+def zero(w: Tensor, distance: Tensor) -> None:
+    """W = 0: the bias adds nothing yet, so a trained model that gets one is unchanged.
+
+    >>> from fastrpb import FastRPB
+    >>> FastRPB(2, 3, init=zero).w
+    Parameter containing:
+    tensor([[0., 0., 0., 0., 0.],
+            [0., 0., 0., 0., 0.]], requires_grad=True)
+    """
+    w.zero_()
+
+
+def normal(std: float = 0.02) -> Init:
+    """w_d ~ N(0, std²), for every distance alike."""
+    return partial(_normal, std=std)
+
+
+def local(shortest: float = 1.0, longest: float = 16.0) -> Init:
+    """w_d ~ N(0, 1)·exp(-|d|/s_h), then ‖w_h‖ = 1: random filters that look at the neighbourhood.
+
+    The scales s_h of the heads are spread from `shortest` to `longest` tokens, evenly in the
+    logarithm. Broad random filters overfit; local ones learn.
+
+    >>> from fastrpb import FastRPB
+    >>> FastRPB(4, 100, init=local(1, 16)).w.norm(dim=-1).allclose(torch.ones(4))
+    True
+    """
+    if not 0 < shortest <= longest:
+        raise ValueError(f"scales need 0 < shortest <= longest, got {shortest} and {longest}")
+
+    return partial(_local, shortest=shortest, longest=longest)
+
+
+def _normal(w: Tensor, distance: Tensor, std: float) -> None:
+    w.normal_(0.0, std)
+
+
+def _local(w: Tensor, distance: Tensor, shortest: float, longest: float) -> None:
+    heads = torch.linspace(0, 1, w.shape[0], dtype=w.dtype, device=w.device)
+    scale = shortest * (longest / shortest) ** heads
+    decay = torch.exp(-distance / scale.view(-1, *[1] * distance.dim()))
+    w.normal_().mul_(decay)
+    w /= torch.linalg.vector_norm(w, dim=tuple(range(1, w.dim())), keepdim=True)
