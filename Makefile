@@ -35,7 +35,7 @@ fuzz: $(READY)  ## 10 000 random calls of the public functions
 	FASTRPB_FUZZ=10000 $(BIN)/pytest tests/test_fuzz.py
 
 bench: $(READY)  ## Measure speed and memory on this machine's CPU
-	$(BIN)/python benchmarks/toeplitz_cpu.py
+	$(BIN)/python -m fastrpb.bench
 
 clean:  ## Remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

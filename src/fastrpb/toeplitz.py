@@ -52,6 +52,7 @@ def toeplitz(w: Tensor, out_length: int | None = None) -> Tensor:
             [-1,  0,  1],
             [-2, -1,  0]])
     """
+    _check_tensor("w", w)
     if w.dim() < 1:
         raise ValueError("w must have at least one axis, the distances; got a scalar")
     distances = w.shape[-1]
@@ -85,6 +86,7 @@ def toeplitz_2d(w: Tensor, shape: tuple[int, int]) -> Tensor:
     tensor([0., 1., 1., 2.])
     """
     height, width = _check_shape(shape)
+    _check_tensor("w", w)
     _check_weights_2d(w, height, width)
     if w.dim() == 3:
         rows = w.unfold(1, height, 1).flip(1)  # (heads, H, 2W-1, H): i, dx, k
@@ -207,7 +209,7 @@ def _canonical(w: Tensor, v: Tensor, lead: torch.Size) -> tuple[Tensor, Tensor]:
     The axes that w varies over are heads, those before them are batch.
     """
     dtype = _compute_dtype(w, v)
-    if not w.dtype == v.dtype == dtype:  # a cast that changes nothing costs a microsecond
+    if w.dtype != dtype or v.dtype != dtype:  # a cast that changes nothing costs a microsecond
         w, v = w.to(dtype), v.to(dtype)
     if w.dim() == 2 and v.dim() == 4 and w.shape[0] == v.shape[1]:
         return w, v
@@ -215,8 +217,9 @@ def _canonical(w: Tensor, v: Tensor, lead: torch.Size) -> tuple[Tensor, Tensor]:
     while own and own[0] == 1:
         own.pop(0)
     batch, heads = lead[: len(lead) - len(own)], lead[len(lead) - len(own) :]
-    w = w.reshape(*own, -1).expand(*heads, -1).reshape(-1, w.shape[-1])
-    v = v.expand(*lead, -1, -1).reshape(batch.numel(), heads.numel(), *v.shape[-2:])
+    distances = w.shape[-1]
+    w = w.reshape(*own, distances).expand(*heads, distances).reshape(heads.numel(), distances)
+    v = v.expand(*lead, *v.shape[-2:]).reshape(batch.numel(), heads.numel(), *v.shape[-2:])
     return w, v
 
 
@@ -236,7 +239,7 @@ def _dense(matrix: Tensor, v: Tensor) -> Tensor:
     # Autocast would round both factors to half precision.
     exact = torch.is_autocast_enabled(v.device.type)
     with torch.autocast(v.device.type, enabled=False) if exact else nullcontext():
-        if batch == 1 or n < 2 * dim:
+        if n < 2 * dim:
             return matrix @ v
         wide = matrix @ v.permute(1, 2, 0, 3).reshape(heads, n, batch * dim)
         return wide.unflatten(-1, (batch, dim)).permute(2, 0, 1, 3).contiguous()
@@ -246,10 +249,13 @@ def _use_fft(impl: str, entries: int, length: int, v: Tensor) -> bool:
     if impl != "auto":
         if impl not in get_args(Impl):
             raise ValueError(f"unknown impl={impl!r}; choose from {', '.join(get_args(Impl))}")
-        return impl == "fft"
+        return impl == "fft" and v.numel() > 0  # there is no transform of nothing
+    if not isinstance(length, int):
+        return True  # exported for any length
     batch, heads, _, dim = v.shape
+    columns = dim * (batch if isinstance(batch, int) else 64)  # exported for any batch: a usual one
     cost = _COSTS.get((v.device.type, v.dtype), _COSTS["cpu", torch.float32])
-    return not cost.prefers_dense(entries, length, heads, batch * dim)
+    return not cost.prefers_dense(entries, length, heads, columns)
 
 
 def _additive_parts(w: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
@@ -259,14 +265,17 @@ def _additive_parts(w: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]
 
 
 def _compute_dtype(w: Tensor, v: Tensor) -> torch.dtype:
-    double = w.dtype == torch.float64 or v.dtype == torch.float64
-    return torch.float64 if double else torch.float32
+    return torch.float64 if torch.float64 in (w.dtype, v.dtype) else torch.float32
+
+
+def _check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
 
 
 def _check_values(w: Tensor, v: Tensor) -> None:
     for name, x in (("w", w), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        _check_tensor(name, x)
         if not x.is_floating_point():
             raise TypeError(f"{name} must have a floating-point dtype, got {x.dtype}")
     if w.device != v.device:

@@ -1,0 +1,37 @@
+"""Data flows one way: a module imports only what stands before it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import fastrpb
+
+ROOT = Path(fastrpb.__file__).parent
+ORDER = ["init", "kernels", "toeplitz", "bias", "__init__", "__main__", "bench"]
+
+
+def layer(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """The parts of fastrpb that a file imports, by their names in ORDER."""
+    froms = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module]
+    paths = [f"{n.module}.{a.name}" for n in froms for a in n.names]
+    names = [p.split(".")[1] for p in paths if p.startswith("fastrpb.")]
+    return {name if name in ORDER else "__init__" for name in names}
+
+
+def test_imports_follow_the_order():
+    for path in ROOT.rglob("*.py"):
+        for name in imported(ast.parse(path.read_text())):
+            assert ORDER.index(name) <= ORDER.index(layer(path)), f"{path} imports {name}"
+
+
+def test_the_core_needs_only_torch():
+    code = "import sys, torch; old = {*sys.modules}; import fastrpb; print(*{*sys.modules} - old)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    roots = {name.split(".")[0] for name in run.stdout.split()}
+    assert "fastrpb" in roots
+    assert roots <= {"fastrpb", "torch", *sys.stdlib_module_names}

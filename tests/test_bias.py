@@ -1,0 +1,262 @@
+import copy
+import pickle
+
+import pytest
+import torch
+
+from fastrpb import FastRPB, FastRPB2d, init, toeplitz
+from oracles import assert_product, assert_same_gradients
+
+FLAGS = [{}, {"causal": True}, {"symmetric": True}]
+BIASES_2D = [
+    lambda **k: FastRPB2d(3, 4, 4, **k),
+    lambda **k: FastRPB2d(3, 3, 5, **k),
+    lambda **k: FastRPB2d(3, 4, 4, kind="full", **k),
+    lambda **k: FastRPB2d(3, 5, 3, kind="full", **k),
+]
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("prefix", [0, 1, 3])
+@pytest.mark.parametrize("length", [1, 2, 63, 100])
+def test_forward_is_its_matrix(length, prefix, flags):
+    rpb = FastRPB(3, 100, prefix=prefix, init=init.normal(1.0), **flags)
+    v = torch.randn(2, 3, prefix + length, 4)
+    assert_product(rpb(v), rpb.matrix(prefix + length), v, 2 * length)
+    assert_product(rpb(v[0]), rpb.matrix(prefix + length), v[0], 2 * length)
+
+
+@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize("bias", BIASES_2D)
+def test_forward_2d_is_its_matrix(bias, prefix):
+    rpb = bias(prefix=prefix, init=init.normal(1.0))
+    n = prefix + rpb.height * rpb.width
+    v = torch.randn(2, 3, n, 4)
+    assert_product(rpb(v), rpb.matrix(n), v, 4 * n)
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_shorter_sequences_use_the_same_distances(flags):
+    rpb = FastRPB(3, 50, init=init.normal(1.0), **flags)
+    assert torch.equal(rpb.matrix(20), rpb.matrix(50)[:, :20, :20])
+    assert torch.equal(rpb.matrix(20), toeplitz(rpb.weights(20)))
+
+
+def test_causal_and_symmetric_store_half_of_the_weights():
+    assert FastRPB(3, 50).w.shape == (3, 99)
+    causal, symmetric = FastRPB(3, 50, causal=True), FastRPB(3, 50, symmetric=True)
+    assert causal.w.shape == symmetric.w.shape == (3, 50)
+    assert not causal.matrix(50).triu(1).any()
+    assert torch.equal(causal.matrix(50)[:, -1], causal.w)
+    assert torch.equal(symmetric.matrix(50), symmetric.matrix(50).mT)
+    assert torch.equal(symmetric.matrix(50)[:, 0], symmetric.w)
+
+
+def test_causal_bias_does_not_see_the_future():
+    rpb = FastRPB(3, 300, causal=True, init=init.normal(1.0))
+    v = torch.randn(2, 3, 300, 4)
+    later = v.clone()
+    later[:, :, 200:] = 7
+    torch.testing.assert_close(rpb(later)[:, :, :200], rpb(v)[:, :, :200], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "rpb", [FastRPB(3, 15, prefix=1), FastRPB2d(3, 3, 5, prefix=1, kind="full")]
+)
+def test_prefix_neither_gets_nor_gives_nor_shifts(rpb):
+    v = torch.randn(2, 3, 16, 4)
+    y = rpb(v)
+    assert not y[:, :, 0].any()
+    louder = v.clone()
+    louder[:, :, 0] = 1e6
+    assert torch.equal(rpb(louder), y)
+    plain = (
+        FastRPB(3, 15, init=init.zero)
+        if isinstance(rpb, FastRPB)
+        else FastRPB2d(3, 3, 5, kind="full")
+    )
+    plain.load_state_dict(rpb.state_dict())
+    assert torch.equal(plain(v[:, :, 1:]), y[:, :, 1:])
+
+
+@pytest.mark.parametrize(
+    "rpb", [FastRPB(3, 20), FastRPB2d(3, 4, 5), FastRPB2d(3, 4, 5, kind="full")]
+)
+def test_masked_tokens_contribute_nothing(rpb):
+    v, mask = torch.randn(2, 3, 20, 4), torch.rand(2, 20) < 0.6
+    expected = rpb(v * mask[:, None, :, None])
+    garbage = torch.where(mask[:, None, :, None], v, torch.nan)
+    assert torch.equal(rpb(garbage, mask), expected)
+    assert (rpb(v) - expected).abs().max() > 0.01
+    assert torch.equal(rpb(v, torch.ones(2, 20, dtype=torch.bool)), rpb(v))
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_gradients(flags):
+    rpb = FastRPB(3, 200, prefix=1, **flags)
+    mask = torch.rand(2, 151) < 0.8
+    exact = copy.deepcopy(rpb).double()
+
+    def fast(w, v):
+        return torch.func.functional_call(rpb, {"w": w}, (v, mask))
+
+    def definition(w, v):
+        matrix = torch.func.functional_call(Matrix(exact), {"bias.w": w}, (151,))
+        return matrix @ (v * mask[:, None, :, None])
+
+    assert_same_gradients(fast, definition, rpb.w.detach(), torch.randn(2, 3, 151, 4))
+
+
+class Matrix(torch.nn.Module):
+    """`matrix` as a forward, so that `functional_call` reaches it."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.bias = bias
+
+    def forward(self, length):
+        return self.bias.matrix(length)
+
+
+def test_zero_init_adds_nothing():
+    v = torch.randn(2, 3, 20, 4)
+    for rpb in (FastRPB(3, 20, init=init.zero), FastRPB2d(3, 4, 5, init=init.zero)):
+        assert torch.equal(rpb(v), torch.zeros_like(v))
+
+
+def test_normal_init():
+    w = FastRPB(8, 5000, init=init.normal(0.3)).w
+    assert abs(w.std() - 0.3) < 0.01
+    assert abs(w.mean()) < 0.01
+
+
+def test_local_init_is_unit_and_reaches_from_shortest_to_longest():
+    rpb = FastRPB(5, 4000, init=init.local(1, 256))
+    torch.testing.assert_close(rpb.w.norm(dim=-1), torch.ones(5))
+    distance = torch.arange(-3999.0, 4000).abs()
+    reach = (rpb.w.square() * distance).sum(-1).detach()
+    assert (reach.diff() > 0).all()
+    assert 0.01 < reach[0] < 2
+    assert 60 < reach[-1] < 260
+
+
+def test_local_init_keeps_the_size_of_the_matrix():
+    for rpb in (FastRPB(3, 64), FastRPB2d(3, 8, 8, kind="full"), FastRPB2d(3, 8, 8)):
+        rows = []
+        for _ in range(50):
+            rpb.reset_parameters()
+            rows.append(rpb.matrix(64).norm(dim=-1))
+        assert 0.5 < torch.cat(rows).square().mean().sqrt() < 1.5
+
+
+def test_init_is_seeded_by_torch():
+    torch.manual_seed(3)
+    first = FastRPB(3, 20).w
+    torch.manual_seed(3)
+    assert torch.equal(first, FastRPB(3, 20).w)
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("new", [1, 7, 20, 33])
+def test_resize_keeps_common_distances(new, flags):
+    rpb = FastRPB(3, 20, prefix=1, **flags)
+    other = rpb.resize(new)
+    assert other.max_length == new
+    assert other.prefix == 1
+    common = min(new, 20) + 1
+    assert torch.equal(other.matrix(common), rpb.matrix(common))
+    distance = (torch.arange(new)[:, None] - torch.arange(new)).abs()
+    assert not other.matrix(new + 1)[:, 1:, 1:][:, distance >= 20].any()
+    assert other.w.requires_grad
+
+
+@pytest.mark.parametrize("kind", ["additive", "full"])
+def test_resize_2d_keeps_common_distances(kind):
+    rpb = FastRPB2d(3, 4, 6, kind=kind, init=init.normal(1.0))
+    larger = rpb.resize(5, 9)
+    corner = larger.matrix(45).unflatten(-1, (5, 9)).unflatten(1, (5, 9))[:, :4, :6, :4, :6]
+    assert torch.equal(corner.flatten(-2).flatten(1, 2), rpb.matrix(24))
+    smaller = larger.resize(4, 6)
+    assert torch.equal(smaller.w, rpb.w)
+
+
+def test_resize_keeps_dtype():
+    assert FastRPB(3, 20).double().resize(10).w.dtype == torch.float64
+    assert FastRPB2d(3, 4, 4).half().resize(2, 2).w.dtype == torch.float16
+
+
+def test_state_dict_round_trip_and_other_lengths():
+    rpb = FastRPB(3, 20)
+    same = FastRPB(3, 20)
+    same.load_state_dict(rpb.state_dict())
+    assert torch.equal(same.w, rpb.w)
+    with pytest.raises(
+        RuntimeError, match=r"max_length=20, this bias has 3 heads and max_length=30"
+    ):
+        FastRPB(3, 30).load_state_dict(rpb.state_dict())
+    with pytest.raises(RuntimeError, match=r"layer\.w: .*of 3 heads .*has 4 heads"):
+        torch.nn.ModuleDict({"layer": FastRPB(4, 20)}).load_state_dict({"layer.w": rpb.w})
+    with pytest.raises(RuntimeError, match=r"max_length=12, .*max_length=20"):
+        FastRPB(3, 20, causal=True).load_state_dict(FastRPB(3, 12, causal=True).state_dict())
+    with pytest.raises(RuntimeError, match=r"\(3, 15\) are not the \(3, 11\).*4×6 pixels"):
+        FastRPB2d(3, 4, 6).load_state_dict(FastRPB2d(3, 8, 8).state_dict())
+
+
+def test_copies_and_pickles():
+    rpb = FastRPB(3, 20, causal=True)
+    for other in (copy.deepcopy(rpb), pickle.loads(pickle.dumps(rpb))):
+        assert torch.equal(other.matrix(20), rpb.matrix(20))
+
+
+def test_half_precision_module_and_values():
+    rpb = FastRPB(3, 200, init=init.normal(1.0))
+    v = torch.randn(2, 3, 200, 4)
+    for dtype in (torch.float16, torch.bfloat16):
+        assert_product(rpb(v.to(dtype)), rpb.matrix(200), v.to(dtype), 400)
+        half = copy.deepcopy(rpb).to(dtype)
+        assert_product(half(v.to(dtype)), half.matrix(200), v.to(dtype), 400)
+
+
+def test_repr_shows_the_settings():
+    assert repr(FastRPB(8, 64, causal=True, prefix=1)) == (
+        "FastRPB(8, max_length=64, causal=True, prefix=1)"
+    )
+    assert repr(FastRPB2d(8, 28, 30, kind="full")) == "FastRPB2d(8, 28, 30, kind='full')"
+
+
+V = torch.randn(2, 3, 10, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: FastRPB(0, 10), ValueError, "num_heads=0"),
+        (lambda: FastRPB(3, 0), ValueError, "max_length=0"),
+        (lambda: FastRPB(3, 10, prefix=-1), ValueError, "prefix=-1"),
+        (lambda: FastRPB(3, 10, causal=True, symmetric=True), ValueError, "causal.*symmetric"),
+        (lambda: FastRPB(3, 10, init=init.local(2, 1)), ValueError, "shortest.*2 and 1"),
+        (lambda: FastRPB(3, 9)(V), ValueError, "length 10 .*max_length=9"),
+        (lambda: FastRPB(3, 9).matrix(10), ValueError, "length 10 .*max_length=9"),
+        (lambda: FastRPB(3, 9).matrix(0), ValueError, "length 0 "),
+        (lambda: FastRPB(4, 10)(V), ValueError, r"4 heads.*\(2, 3, 10, 4\)"),
+        (lambda: FastRPB(3, 10)(V[0, 0]), ValueError, r"\(10, 4\)"),
+        (lambda: FastRPB(3, 10)(V.int()), TypeError, "int32"),
+        (lambda: FastRPB(3, 10)([1.0]), TypeError, "v must be a tensor, got list"),
+        (lambda: FastRPB(3, 10)(V[:, :, :0]), ValueError, "0 tokens"),
+        (lambda: FastRPB(3, 10, prefix=10)(V), ValueError, "10 tokens.*prefix of 10"),
+        (lambda: FastRPB(3, 10)(V, torch.ones(2, 10)), TypeError, "mask must be bool.*float32"),
+        (
+            lambda: FastRPB(3, 10)(V, torch.ones(2, 9, dtype=torch.bool)),
+            ValueError,
+            r"\(2, 10\).*\(2, 9\)",
+        ),
+        (lambda: FastRPB(3, 10).resize(0), ValueError, "max_length=0"),
+        (lambda: FastRPB2d(3, 0, 4), ValueError, "0×4"),
+        (lambda: FastRPB2d(3, 4, 4, kind="sum"), ValueError, "kind='sum'"),
+        (lambda: FastRPB2d(3, 3, 3)(V), ValueError, "10 tokens.*3×3 = 9 pixels"),
+        (lambda: FastRPB2d(3, 3, 3).matrix(10), ValueError, "10 tokens"),
+    ],
+)
+def test_bad_input_names_the_argument_and_its_numbers(call, error, words):
+    with pytest.raises(error, match=words):
+        call()

@@ -1,0 +1,126 @@
+"""The core under torch.compile, torch.export, torch.func and the operator checks."""
+
+import shutil
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from fastrpb import FastRPB, FastRPB2d, init, toeplitz, toeplitz_matmul, toeplitz_matmul_2d
+from oracles import assert_product
+
+BACKENDS = [
+    "aot_eager",
+    pytest.param(
+        "inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+    ),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("m", "n", "dim"), [(6, 6, 2), (4, 7, 3), (1, 1, 1)])
+def test_operators_are_registered_correctly(m, n, dim, dtype):
+    w, g = torch.randn(3, m + n - 1, dtype=dtype), torch.randn(2, 3, m, dim, dtype=dtype)
+    contiguous = torch.randn(2, 3, n, dim, dtype=dtype)
+    strided = torch.randn(2, n, 3, 2 * dim, dtype=dtype).transpose(1, 2)[..., ::2]
+    for v in (contiguous, strided):
+        opcheck(torch.ops.fastrpb.toeplitz_fft.default, (w, v, m))
+        opcheck(torch.ops.fastrpb.toeplitz_fft_backward.default, (g, w, v))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiles_to_one_graph_with_gradients(backend):
+    torch.compiler.reset()
+    rpb = FastRPB(3, 300, prefix=1, init=init.normal(1.0))
+    image = FastRPB2d(3, 15, 20, prefix=1, kind="full")
+    additive = FastRPB2d(3, 15, 20, prefix=1)
+    mask = torch.rand(2, 301) < 0.8
+
+    def run(v):
+        with torch.autocast("cpu", torch.bfloat16):
+            return rpb(v, mask) + image(v, mask) + additive(v, mask)
+
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    v = torch.randn(2, 3, 301, 4, requires_grad=True)
+    y = compiled(v)
+    g = torch.randn_like(y)
+    wanted, got = run(v), compiled(v)
+    torch.testing.assert_close(got, wanted)
+    leaves = (v, rpb.w, image.w, additive.w)
+    for a, b in zip(
+        torch.autograd.grad(got, leaves, g), torch.autograd.grad(wanted, leaves, g), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+
+
+def test_compiles_with_dynamic_lengths():
+    torch.compiler.reset()
+    rpb = FastRPB(3, 1000, init=init.normal(1.0))
+    compiled = torch.compile(rpb, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (700, 900, 1000, 11):
+        v = torch.randn(2, 3, length, 4)
+        assert_product(compiled(v), rpb.matrix(length), v, 2 * length)
+
+
+@pytest.mark.parametrize("length", [20, 600])
+def test_exports_with_a_dynamic_batch(length):
+    rpb = FastRPB(3, length, init=init.normal(1.0))
+    v = torch.randn(4, 3, length, 4)
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(rpb, (v,), dynamic_shapes={"v": {0: batch}})
+    for size in (2, 7):
+        v = torch.randn(size, 3, length, 4)
+        assert_product(program.module()(v), rpb.matrix(length), v, 2 * length)
+
+
+def test_exports_with_a_dynamic_length():
+    class Product(torch.nn.Module):
+        def forward(self, w, v):
+            return toeplitz_matmul(w, v)
+
+    half = torch.export.Dim("half", min=2, max=2000)
+    shapes = {"w": {1: 4 * half - 1}, "v": {2: 2 * half}}
+    program = torch.export.export(
+        Product(), (torch.randn(3, 79), torch.randn(2, 3, 40, 4)), dynamic_shapes=shapes
+    )
+    for n in (4, 300, 1000):
+        w, v = torch.randn(3, 2 * n - 1), torch.randn(2, 3, n, 4)
+        assert_product(program.module()(w, v), toeplitz(w), v, 2 * n)
+
+
+@pytest.mark.parametrize("impl", ["dense", "fft"])
+@pytest.mark.parametrize("in_dims", [(0, 0), (None, 0), (0, None), (1, 3)])
+def test_vmap_equals_a_loop(in_dims, impl):
+    def at(x, dim):
+        return x if dim is None else torch.stack([x, 2 * x, x - 1], dim)
+
+    w, v = torch.randn(2, 13), torch.randn(5, 2, 7, 4)
+    args = [at(x, d) for x, d in zip((w, v), in_dims, strict=True)]
+    got = torch.func.vmap(lambda w, v: toeplitz_matmul(w, v, impl=impl), in_dims)(*args)
+    for i in range(3):
+        wi, vi = (x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True))
+        assert_product(got[i], toeplitz(wi), vi, 14)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("impl", ["dense", "fft"])
+def test_vmap_over_gradients(impl):
+    """Per-sample gradients of w, as in influence functions or private training."""
+    w, v = torch.randn(2, 13), torch.randn(4, 3, 2, 7, 4)
+
+    def loss(w, v):
+        return toeplitz_matmul(w, v, impl=impl).square().sum()
+
+    got = torch.func.vmap(torch.func.grad(loss, (0, 1)), (None, 0))(w, v)
+    for i in range(4):
+        wi, vi = w.clone().requires_grad_(), v[i].clone().requires_grad_()
+        (toeplitz(wi) @ vi).square().sum().backward()
+        torch.testing.assert_close(got[0][i], wi.grad, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(got[1][i], vi.grad, rtol=1e-4, atol=1e-3)
+
+
+def test_vmap_2d():
+    w, v = torch.randn(3, 2, 5, 7), torch.randn(3, 2, 12, 4)
+    got = torch.func.vmap(lambda w, v: toeplitz_matmul_2d(w, v, (3, 4), impl="fft"))(w, v)
+    for i in range(3):
+        torch.testing.assert_close(got[i], toeplitz_matmul_2d(w[i], v[i], (3, 4), impl="dense"))
