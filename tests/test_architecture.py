@@ -8,7 +8,17 @@ from pathlib import Path
 import fastrpb
 
 ROOT = Path(fastrpb.__file__).parent
-ORDER = ["init", "kernels", "toeplitz", "bias", "__init__", "__main__", "bench"]
+ORDER = [
+    "init",
+    "kernels",
+    "toeplitz",
+    "bias",
+    "features",
+    "attention",
+    "__init__",
+    "__main__",
+    "bench",
+]
 
 
 def layer(path: Path) -> str:

@@ -10,6 +10,7 @@ torch.Size([2, 4, 300, 16])
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -186,6 +187,66 @@ class FastRPB(_Bias):
     def _multiply(self, v: Tensor) -> Tensor:
         return toeplitz_matmul(self.weights(v.shape[-2]), v)
 
+    def init_state(self, v: Tensor) -> "BiasState":
+        """The state before the first token of a stream; v (batch, heads, ..., dim) gives the sizes.
+
+        Takes the memory of two sequences of `max_length`: the values so far and the sums to come.
+        """
+        self._check_stream(v)
+        history = v.new_zeros(*v.shape[:-2], self.max_length, v.shape[-1])
+        double = torch.float64 in (v.dtype, self.w.dtype)
+        pending = torch.zeros_like(history, dtype=torch.float64 if double else torch.float32)
+        return BiasState(history, pending)
+
+    @torch.no_grad()
+    def step(self, v: Tensor, state: "BiasState") -> tuple[Tensor, "BiasState"]:
+        """The next output of a causal bias for the next v (batch, heads, 1, dim).
+
+        O(log² N) products a token on average, against O(N) for the sum over the history: after
+        token t, the last b tokens (b the largest power of two that divides t) give their share to
+        the next b outputs in one product. Every pair of tokens is in exactly one such product. The
+        state is changed in place; no gradients.
+
+        >>> rpb, v = FastRPB(4, 100, causal=True), torch.randn(2, 4, 100, 8)
+        >>> state, ys = rpb.init_state(v), []
+        >>> for t in range(100):
+        ...     y, state = rpb.step(v[:, :, t : t + 1], state)
+        ...     ys.append(y)
+        >>> torch.allclose(torch.cat(ys, 2), rpb(v), atol=1e-5)
+        True
+        """
+        self._check_stream(v)
+        if v.shape[-2] != 1:
+            raise ValueError(f"a step takes one token, got {v.shape[-2]}")
+        if state.tokens < self.prefix:
+            state.tokens += 1
+            return torch.zeros_like(v), state
+        t, n = state.tokens - self.prefix, self.max_length
+        if t == n:
+            raise ValueError(f"the stream is longer than max_length={n}; see resize()")
+        here = state.pending[..., t : t + 1, :]
+        y = (here + self.w[:, n - 1 :, None] * v).to(v.dtype)
+        state.history[..., t : t + 1, :] = v
+        state.tokens += 1
+        t += 1
+        block = t & -t
+        outputs = min(block, n - t)
+        if outputs:
+            weights = self.w[:, n - block - outputs : n - 1]
+            share = state.history[..., t - block : t, :].to(state.pending.dtype)
+            state.pending[..., t : t + outputs, :] += toeplitz_matmul(
+                weights, share, out_length=outputs
+            )
+        return y, state
+
+    def _check_stream(self, v: Tensor) -> None:
+        if not self.causal:
+            raise ValueError("only a causal bias can run step by step; pass causal=True")
+        if v.dim() < 3 or v.shape[-3] != self.num_heads:
+            raise ValueError(
+                f"v must be (batch, {self.num_heads} heads, 1, dim), got {tuple(v.shape)}"
+            )
+
     @torch.no_grad()
     def resize(self, max_length: int) -> "FastRPB":
         """A new bias for another length: the weights of common distances kept, others zero."""
@@ -218,6 +279,15 @@ class FastRPB(_Bias):
         flags = "".join(f", {f}=True" for f in ("causal", "symmetric") if getattr(self, f))
         prefix = f", prefix={self.prefix}" if self.prefix else ""
         return f"{self.num_heads}, max_length={self.max_length}{flags}{prefix}"
+
+
+@dataclass
+class BiasState:
+    """What a causal FastRPB remembers of a stream."""
+
+    history: Tensor  # (batch, heads, max_length, dim): the values so far
+    pending: Tensor  # the same, float32 or float64: what they have given to later outputs
+    tokens: int = 0
 
 
 class FastRPB2d(_Bias):

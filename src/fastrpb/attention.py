@@ -1,0 +1,317 @@
+"""Softmax and linear attention, at once or step by step (Eq. 1-3).
+
+All take q (batch, heads, M, dim), k (batch, heads, N, dim), v (batch, heads, N, dim_v) and give
+(batch, heads, M, dim_v). Masks are (batch, N) bool over the keys, True = keep; a query that sees no
+key gives zeros. Causal means that output n sees the inputs m <= n, also where M and N differ.
+Linear attention computes in float32 inside for half precisions, also under autocast.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrpb.features import HIDDEN, ExpFeatureMap, FeatureMap
+
+Phi = FeatureMap | ExpFeatureMap
+
+_CHUNK = 64  # positions that the causal form handles by their quadratic definition
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    logits: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """y_n = Σ_m softmax_m(q_n·k_m/√dim + logits[n, m])·v_m: O(MN), by the fused kernels of torch.
+
+    Args:
+        q, k, v, mask, causal: see the module.
+        logits: added to the scores, broadcasting to (batch, heads, M, N) (relative positions).
+        dropout: of the attention weights; pass 0 outside training.
+
+    >>> q = k = v = torch.randn(2, 4, 10, 8)
+    >>> softmax_attention(q, k, v, causal=True).shape
+    torch.Size([2, 4, 10, 8])
+    """
+    _check(q, k, v, mask)
+    if mask is None and logits is None:
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=causal
+        )
+    visible = _visible(q, k, mask, causal)
+    if logits is None:
+        attn_mask = visible
+    else:
+        attn_mask = logits.to(q.dtype)
+        if visible is not None:
+            attn_mask = attn_mask.masked_fill(~visible, -torch.inf)
+    y = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=attn_mask, dropout_p=dropout
+    )
+    return y if visible is None else y.masked_fill(~visible.any(-1, keepdim=True), 0)
+
+
+def linear_attention_weights(
+    q: Tensor, k: Tensor, *, phi: Phi, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """A[n, m] = φ(q_n)ᵀφ(k_m) / Σ_m' φ(q_n)ᵀφ(k_m'): the definition, O(MN·features).
+
+    `linear_attention(q, k, v, ...) == linear_attention_weights(q, k, ...) @ v`; for tests, plots.
+    """
+    visible = _visible(q, k, mask, causal)
+    if isinstance(phi, ExpFeatureMap):
+        log_q, log_k = phi.logs(q, k)
+        log_sim = torch.logsumexp(log_q.unsqueeze(-2) + log_k.unsqueeze(-3), dim=-1)
+        if visible is not None:
+            log_sim = log_sim.masked_fill(~visible, HIDDEN)
+        sim = torch.exp(log_sim - log_sim.amax(-1, keepdim=True))
+    else:
+        phi_q, phi_k = phi(q, k)
+        sim = phi_q @ phi_k.mT
+    if visible is not None:
+        sim = sim.masked_fill(~visible, 0)
+    return _divide(sim, sim.sum(-1, keepdim=True))
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    phi: Phi,
+    mask: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """y_n = φ(q_n)ᵀ Σ_m φ(k_m)v_mᵀ / φ(q_n)ᵀ Σ_m φ(k_m): O(N) time and memory.
+
+    Args:
+        q, k, v, mask, causal: see the module.
+        phi: a feature map, such as `fastrpb.sikf`.
+
+    The causal form works in chunks: within one by the quadratic definition, across them by the
+    sums so far, one a chunk.
+
+    >>> from fastrpb import sikf
+    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
+    >>> y = linear_attention(q, k, v, phi=sikf, causal=True)
+    >>> definition = linear_attention_weights(q, k, phi=sikf, causal=True) @ v
+    >>> torch.allclose(y, definition, atol=1e-5)
+    True
+    """
+    _check(q, k, v, mask)
+    _check_phi(phi)
+    dtype = v.dtype
+    with torch.autocast(v.device.type, enabled=False):
+        q, k, v = (_at_least_float32(x) for x in (q, k, v))
+        values = _with_ones(v, mask)
+        if not causal:
+            phi_q, phi_k = phi(q, k, mask)
+            sums = phi_q @ (phi_k.mT @ values)
+        else:
+            sums = _causal(phi, q, k, values, mask)
+        return _divide(sums[..., :-1], sums[..., -1:]).to(dtype)
+
+
+class LinearState(NamedTuple):
+    """What causal linear attention remembers: O(features · dim_v), whatever the length."""
+
+    sums: Tensor  # (batch, heads, features, dim_v + 1): Σ φ(k)·[v, 1]ᵀ
+    shift: Tensor  # (batch, heads, features, 1): log factor taken off them (exponential features)
+
+
+def linear_attention_init_state(k: Tensor, v: Tensor, *, phi: Phi) -> LinearState:
+    """The state before the first token; k and v (batch, heads, ..., dim) only give the sizes."""
+    _check_phi(phi)
+    k = _at_least_float32(k[..., :1, :])
+    features = phi.log_features(k) if isinstance(phi, ExpFeatureMap) else phi.features(k)
+    lead, count = features.shape[:-2], features.shape[-1]
+    return LinearState(
+        features.new_zeros(*lead, count, v.shape[-1] + 1),
+        features.new_full((*lead, count, 1), HIDDEN),
+    )
+
+
+def linear_attention_step(
+    q: Tensor, k: Tensor, v: Tensor, state: LinearState, *, phi: Phi
+) -> tuple[Tensor, LinearState]:
+    """The next output of causal linear attention, and the state after it: O(features · dim_v).
+
+    q, k (batch, heads, 1, dim) and v (batch, heads, 1, dim_v) are those of one token.
+
+    >>> from fastrpb import sikf
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)
+    >>> state, ys = linear_attention_init_state(k, v, phi=sikf), []
+    >>> for t in range(10):
+    ...     here = slice(t, t + 1)
+    ...     y, state = linear_attention_step(
+    ...         q[:, :, here], k[:, :, here], v[:, :, here], state, phi=sikf
+    ...     )
+    ...     ys.append(y)
+    >>> whole = linear_attention(q, k, v, phi=sikf, causal=True)
+    >>> torch.allclose(torch.cat(ys, 2), whole, atol=1e-5)
+    True
+    """
+    _check(q, k, v, None)
+    if q.shape[-2] != 1 or k.shape[-2] != 1:
+        raise ValueError(f"a step takes one token, got {q.shape[-2]} queries, {k.shape[-2]} keys")
+    dtype = v.dtype
+    with torch.autocast(v.device.type, enabled=False):
+        q, k, v = (_at_least_float32(x) for x in (q, k, v))
+        values = _with_ones(v, None)
+        if isinstance(phi, ExpFeatureMap):
+            log_q, log_k = phi.logs(q, k)
+            sums, shift = _merge(state.sums, state.shift, values, log_k.mT)
+            log_q = log_q + shift.mT
+            phi_q = torch.exp(log_q - log_q.amax(-1, keepdim=True))
+        else:
+            phi_q, phi_k = phi(q, k)
+            sums, shift = state.sums + phi_k.mT @ values, state.shift
+        y = phi_q @ sums
+        return _divide(y[..., :-1], y[..., -1:]).to(dtype), LinearState(sums, shift)
+
+
+def _causal(phi: Phi, q: Tensor, k: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Σ_{m<=n} φ(q_n)ᵀφ(k_m)·values_m, up to a factor for each n, for M queries and N keys."""
+    m, n = q.shape[-2], k.shape[-2]
+    keys = min(m, n)  # no query sees the keys after its own place
+    k, mask = k[..., :keys, :], None if mask is None else mask[..., :keys]
+    if isinstance(phi, ExpFeatureMap):
+        (first, second), run, hidden = phi.logs(q, k, mask), _causal_exp, HIDDEN
+    else:
+        (first, second), run, hidden = phi(q, k, mask), _causal_plain, 0.0
+    length = -(-m // _CHUNK) * _CHUNK
+    first = _pad_length(first, length, 0.0)
+    second = _pad_length(second, length, hidden)
+    values = _pad_length(values[..., :keys, :], length, 0.0)
+    return run(first, second, values)[..., :m, :]
+
+
+def _causal_plain(phi_q: Tensor, phi_k: Tensor, values: Tensor) -> Tensor:
+    phi_q, phi_k, values = (x.unflatten(-2, (-1, _CHUNK)) for x in (phi_q, phi_k, values))
+    before = _delay((phi_k.mT @ values).cumsum(-3), 1, 0.0)
+    return (phi_q @ before + (phi_q @ phi_k.mT).tril() @ values).flatten(-3, -2)
+
+
+def _causal_exp(log_q: Tensor, log_k: Tensor, values: Tensor) -> Tensor:
+    """The causal sums for φ = exp(log φ), every exponent at most 0.
+
+    Row n is scaled by exp(-top_n), its largest single term. A group of keys that lies before row n
+    takes off its own largest for each feature, s_f, which the row adds: exp(k_f - s_f) <= 1, and
+    exp(q_f + s_f - top_n) <= 1 because that term is among those of the row. The groups are, for
+    each row, all earlier chunks; then, within the chunk, the left half if the row is in the right
+    one, and so on down to single keys; and the row's own key.
+    """
+    top = (log_q + log_k.cummax(-2).values).amax(-1, keepdim=True).detach()
+    y = torch.exp(log_q + log_k - top).sum(-1, keepdim=True) * values
+    half = _CHUNK // 2
+    while half:
+        left, right = _halves(log_k, half)[0], _halves(log_q - top, half)[1]
+        shift = left.detach().amax(-2, keepdim=True)
+        sim = torch.exp(right + shift) @ torch.exp(left - shift).mT
+        block = sim @ _halves(values, half)[0]
+        y = y + torch.stack([torch.zeros_like(block), block], -3).flatten(-4, -2)
+        half //= 2
+    sums, shift = _earlier_chunks(log_k, values)
+    queries = (log_q - top).unflatten(-2, (-1, _CHUNK))
+    return y + (torch.exp(queries + shift.mT) @ sums).flatten(-3, -2)
+
+
+def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    left, right = x.unflatten(-2, (-1, 2, half)).unbind(-3)
+    return left, right
+
+
+def _earlier_chunks(log_k: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ exp(k - shift)·values over all chunks before each, by a scan of log2(chunks) steps."""
+    log_k, values = (x.unflatten(-2, (-1, _CHUNK)) for x in (log_k, values))
+    shift = log_k.detach().amax(-2).unsqueeze(-1)  # (..., chunks, features, 1)
+    sums = torch.exp(log_k - shift.mT).mT @ values
+    sums, shift = _delay(sums, 1, 0.0), _delay(shift, 1, HIDDEN)
+    step = 1
+    while step < sums.shape[-3]:
+        sums, shift = _add(sums, shift, _delay(sums, step, 0.0), _delay(shift, step, HIDDEN))
+        step *= 2
+    return sums, shift
+
+
+def _delay(x: Tensor, chunks: int, fill: float) -> Tensor:
+    return torch.nn.functional.pad(x[..., :-chunks, :, :], (0, 0, 0, 0, chunks, 0), value=fill)
+
+
+def _add(a: Tensor, shift_a: Tensor, b: Tensor, shift_b: Tensor) -> tuple[Tensor, Tensor]:
+    """a·exp(shift_a) + b·exp(shift_b), again as sums and their shift."""
+    shift = torch.maximum(shift_a, shift_b)
+    return a * torch.exp(shift_a - shift) + b * torch.exp(shift_b - shift), shift
+
+
+def _merge(sums: Tensor, shift: Tensor, values: Tensor, log_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Add one key's exp(log_k)·values to the sums."""
+    return _add(sums, shift, values.expand_as(sums), log_k)
+
+
+def _with_ones(v: Tensor, mask: Tensor | None) -> Tensor:
+    """[v, 1], so that one product gives numerator and denominator; zero where masked."""
+    values = torch.nn.functional.pad(v, (0, 1), value=1.0)
+    return values if mask is None else values.masked_fill(~mask[..., None, :, None], 0)
+
+
+def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """0 where there is nothing to attend to."""
+    return numerator / denominator.masked_fill(denominator == 0, 1)
+
+
+def _pad_length(x: Tensor, length: int, value: float) -> Tensor:
+    return torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[-2]), value=value)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _visible(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+    """(batch, 1, M, N) or (M, N) bool: which keys each query sees; None: all."""
+    m, n = q.shape[-2], k.shape[-2]
+    visible = None
+    if causal:
+        visible = torch.ones(m, n, dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        keys = mask[..., None, None, :]
+        visible = keys.expand(*keys.shape[:-2], m, n) if visible is None else visible & keys
+    return visible
+
+
+def _check_phi(phi: object) -> None:
+    if not isinstance(phi, Phi):
+        raise TypeError(f"phi must be a feature map such as fastrpb.sikf, got {phi!r}")
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{name} must be a floating-point tensor, got {kind}")
+        if x.dim() < 2:
+            raise ValueError(f"{name} must be (batch, heads, length, dim), got {tuple(x.shape)}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q has dim {q.shape[-1]} and k has {k.shape[-1]}; they must be equal")
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"k has {k.shape[-2]} positions and v has {v.shape[-2]}")
+    if q.shape[:-2] != k.shape[:-2] or k.shape[:-2] != v.shape[:-2]:
+        leads = ", ".join(str(tuple(x.shape[:-2])) for x in (q, k, v))
+        raise ValueError(f"(batch, heads) of q, k and v must be equal, got {leads}")
+    if mask is None:
+        return
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be bool with True = keep, got {mask.dtype}")
+    wanted = (*k.shape[:-3], k.shape[-2])
+    if mask.shape != wanted:
+        raise ValueError(
+            f"mask must be (batch, keys) = {tuple(wanted)} for k {tuple(k.shape)}, "
+            f"got {tuple(mask.shape)}"
+        )

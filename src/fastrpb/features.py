@@ -1,0 +1,176 @@
+"""Feature maps of linear attention: sim(q, k) = φ(q)ᵀφ(k) (§2.3, §3.1).
+
+A feature map is an object that maps (q, k) to (φ(q), φ(k)) and is passed as `phi=`. There are two
+families. `FeatureMap`s give the features themselves. `ExpFeatureMap`s give their logarithm,
+φ = exp(log φ), which overflows when taken as it stands; attention shifts it first, by amounts that
+cancel, so that nothing overflows and nothing is lost.
+"""
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+Features = tuple[Tensor, Tensor]
+
+# The logarithm of the features of a key that does not count: below any real one, yet finite, so
+# that differences of two of them are not NaN.
+HIDDEN = -1e30
+
+
+class FeatureMap(ABC):
+    """φ by itself, one vector at a time."""
+
+    @abstractmethod
+    def features(self, x: Tensor) -> Tensor:
+        """φ(x): (..., dim) → (..., features), none negative."""
+
+    def __call__(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Features:
+        """(φ(q), φ(k)), the features of masked keys zero.
+
+        Args:
+            q: (batch, heads, M, dim).
+            k: (batch, heads, N, dim).
+            mask: (batch, N) bool, True = keep.
+        """
+        phi_k = self.features(k)
+        if mask is not None:
+            phi_k = phi_k.masked_fill(~mask[..., None, :, None], 0)
+        return self.features(q), phi_k
+
+
+class ExpFeatureMap(ABC):
+    """φ = exp(log φ), given by its logarithm."""
+
+    @abstractmethod
+    def log_features(self, x: Tensor) -> Tensor:
+        """Log φ(x): (..., dim) → (..., features)."""
+
+    def logs(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Features:
+        """(log φ(q), log φ(k)); keys that the mask (batch, N) hides are below all others."""
+        log_k = self.log_features(k)
+        if mask is not None:
+            log_k = log_k.masked_fill(~mask[..., None, :, None], HIDDEN)
+        return self.log_features(q), log_k
+
+    def __call__(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Features:
+        """(φ(q), φ(k)) up to a factor for each query, which a normalised attention cancels.
+
+        A shift s_f for each feature, its largest key, is taken off the keys and added to the
+        queries: exp(k_f - s_f)·exp(q_f + s_f). Then each query takes off its own largest. Exact;
+        all exponents are at most 0, and no feature underflows because another one is large.
+        """
+        log_q, log_k = self.logs(q, k, mask)
+        shift = log_k.detach().amax(-2, keepdim=True)
+        log_q = log_q + shift
+        phi_k = torch.exp(log_k - shift)
+        if mask is not None:
+            phi_k = phi_k.masked_fill(~mask[..., None, :, None], 0)
+        return torch.exp(log_q - log_q.detach().amax(-1, keepdim=True)), phi_k
+
+
+class SIKF(ExpFeatureMap):
+    """φ(x) = exp(x): like softmax, the attention does not change with (q + c, k + d)."""
+
+    def log_features(self, x: Tensor) -> Tensor:
+        return x
+
+
+class ELU1(FeatureMap):
+    """φ(x) = ELU(x) + 1 (Katharopoulos et al. 2020)."""
+
+    def features(self, x: Tensor) -> Tensor:
+        return nn.functional.elu(x) + 1
+
+
+class ReLU(FeatureMap):
+    """φ(x) = max(x, 0) + 1e-3 (Choromanski et al. 2020, the generalised attention).
+
+    Their epsilon keeps a query whose features would all be zero from having nothing to attend to.
+    """
+
+    def features(self, x: Tensor) -> Tensor:
+        return nn.functional.relu(x) + 1e-3
+
+
+class DPFP(FeatureMap):
+    """φ(x) = [r·roll(r, 1), ..., r·roll(r, ν)] with r = ReLU([x, -x]): 2·dim·ν features.
+
+    Deterministic and parameter-free (Schlag et al. 2021).
+
+    >>> DPFP(nu=1).features(torch.tensor([1.0, 2.0]))
+    tensor([0., 2., 0., 0.])
+    """
+
+    def __init__(self, nu: int = 1):
+        if nu < 1:
+            raise ValueError(f"nu={nu} must be at least 1")
+        self.nu = nu
+
+    def features(self, x: Tensor) -> Tensor:
+        if self.nu >= 2 * x.shape[-1]:
+            raise ValueError(f"nu={self.nu} must be below 2·dim = {2 * x.shape[-1]}")
+        r = nn.functional.relu(torch.cat([x, -x], dim=-1))
+        return torch.cat([r * r.roll(j, dims=-1) for j in range(1, self.nu + 1)], dim=-1)
+
+
+class FavorPlus(nn.Module, ExpFeatureMap):
+    """Random features whose φ(q)ᵀφ(k) is exp(qᵀk/√dim) on average (Performer).
+
+    φ(x) = exp(-‖z‖²/2)/√(2m) · [exp(Rz), exp(-Rz)] with z = x·dim^(-1/4). The m rows of R are
+    orthogonal within blocks of dim, and as long as rows of independent normal numbers.
+
+    Args:
+        dim: of queries and keys.
+        num_features: m; the map has 2m features. The error falls like 1/√m.
+        seed: of the rows; two maps with one seed are equal.
+
+    Attributes:
+        projection: R, (num_features, dim), a buffer that is saved with the model.
+
+    >>> FavorPlus(dim=16, num_features=64).log_features(torch.randn(2, 5, 16)).shape
+    torch.Size([2, 5, 128])
+    """
+
+    projection: Tensor
+
+    def __init__(self, dim: int, num_features: int, *, seed: int = 0):
+        super().__init__()
+        if dim < 1 or num_features < 1:
+            raise ValueError(f"dim={dim} and num_features={num_features} must be at least 1")
+        self.dim = dim
+        self.num_features = num_features
+        self.register_buffer("projection", torch.empty(num_features, dim))
+        self.redraw(seed)
+
+    # nn.Module would route a call to forward.
+    __call__ = ExpFeatureMap.__call__
+
+    @torch.no_grad()
+    def redraw(self, seed: int) -> None:
+        """Draw other features, the same ones for the same seed on every device."""
+        generator = torch.Generator().manual_seed(seed)
+        blocks = -(-self.num_features // self.dim)
+        normal = torch.randn(blocks, self.dim, self.dim, generator=generator)
+        q, r = torch.linalg.qr(normal)
+        # With the signs of R, the Q of a normal matrix is any orthogonal one with equal chance.
+        rows = (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).flatten(0, 1)
+        lengths = torch.randn(self.num_features, self.dim, generator=generator).norm(dim=-1)
+        self.projection.copy_(rows[: self.num_features] * lengths[:, None])
+
+    def log_features(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.dim:
+            raise ValueError(f"x has {x.shape[-1]} channels, the features are for dim={self.dim}")
+        z = x * self.dim**-0.25
+        rz = z @ self.projection.to(z.dtype).mT
+        constant = math.log(2 * self.num_features) / 2
+        return torch.cat([rz, -rz], -1) - z.square().sum(-1, keepdim=True) / 2 - constant
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, num_features={self.num_features}"
+
+
+sikf = SIKF()
+elu1 = ELU1()
+relu = ReLU()

@@ -1,0 +1,333 @@
+"""Positional encodings that the bias is compared with (§2.4), by where they act.
+
+- token embeddings: `LearnedPositions`, `SinusoidalPositions`: `x + position(x)`;
+- queries and keys: `SineSPE`, `ConvSPE`, `RoPE`: `q, k = position(q, k)`;
+- the logits of softmax attention: `RelativeKeyQuery`, `T5Bias`, `ALiBi`:
+  `softmax_attention(q, k, v, logits=position(q, k))`. Linear attention never forms logits, so these
+  cannot go with it;
+- the output of any attention: `fastrpb.FastRPB`, `fastrpb.FastRPB2d`: `y + position(v)`.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+class LearnedPositions(nn.Module):
+    """One learned vector per absolute position, as in BERT."""
+
+    def __init__(self, max_length: int, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(max_length, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """W ~ N(0, 0.02²)."""
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The vectors of the positions of x (batch, length, dim): (length, dim)."""
+        return self.weight[: _within(x.shape[-2], self.weight.shape[0])]
+
+
+class SinusoidalPositions(nn.Module):
+    """p[n, 2i] = sin(n/10000^(2i/dim)) and p[n, 2i+1] its cosine, as in the first Transformer."""
+
+    table: Tensor
+
+    def __init__(self, max_length: int, dim: int):
+        super().__init__()
+        angle = _angles(torch.arange(max_length), dim + dim % 2, 10000.0)
+        table = torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)[:, :dim]
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The vectors of the positions of x (batch, length, dim): (length, dim)."""
+        return self.table[: _within(x.shape[-2], self.table.shape[0])]
+
+
+class RoPE(nn.Module):
+    """Rotate pairs of channels by position·10000^(-2i/dim), so that q·k depends on the distance.
+
+    >>> rope = RoPE()
+    >>> q, k = torch.randn(2, 1, 1, 1, 8).expand(-1, -1, -1, 20, -1)
+    >>> a, b = rope(q, k)
+    >>> scores = (a @ b.mT)[0, 0]
+    >>> torch.allclose(scores.diagonal(3), scores[0, 3].expand(17), atol=1e-4)
+    True
+    """
+
+    def __init__(self, base: float = 10000.0):
+        super().__init__()
+        self.base = base
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """(batch, heads, length, dim) each, dim even."""
+        if q.shape[-1] % 2:
+            raise ValueError(f"RoPE rotates pairs of channels; dim={q.shape[-1]} is odd")
+        return self._rotate(q), self._rotate(k)
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        position = torch.arange(x.shape[-2], device=x.device)
+        angle = _angles(position, x.shape[-1], self.base)
+        even, odd = x.unflatten(-1, (-1, 2)).float().unbind(-1)
+        cos, sin = angle.cos(), angle.sin()
+        turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
+        return turned.flatten(-2).to(x.dtype)
+
+
+class _SPE(nn.Module):
+    """Stochastic positional encoding: codes q̄, k̄ with E[q̄_d(m)·k̄_d(n)] = P_d(m, n).
+
+    q̂[m, r] = Σ_d q[m, d]·q̄[m, d, r], the same for keys, for R realisations r. Then q̂·k̂ᵀ is
+    Σ_d q_d·P_d(m, n)·k_d on average, with R in the place of dim: the factor (R/dim)^(1/4) makes up
+    for the scaling by 1/√R that an attention does. A gate mixes in noise that both share,
+    √(1-g)·code + √g·noise, which stands for content without position (P = 1).
+    """
+
+    gate: nn.Parameter | None
+
+    def __init__(self, num_heads: int, dim: int, num_realizations: int, gated: bool):
+        super().__init__()
+        self.num_heads = num_heads
+        self.dim = dim
+        self.num_realizations = num_realizations
+        self.gate = nn.Parameter(torch.zeros(num_heads, dim, 1, 1)) if gated else None
+
+    def codes(self, length: int) -> tuple[Tensor, Tensor]:
+        """New q̄ and k̄, without the gate: (heads, dim, length, R) each."""
+        raise TypeError(f"{type(self).__name__} draws no codes")
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """(batch, heads, length, dim) each → (batch, heads, length, R), new codes for each call."""
+        if q.shape[1] != self.num_heads or q.shape[-1] != self.dim or q.shape != k.shape:
+            raise ValueError(
+                f"q and k must be (batch, {self.num_heads}, length, {self.dim}), "
+                f"got {tuple(q.shape)} and {tuple(k.shape)}"
+            )
+        code_q, code_k = self.codes(q.shape[-2])
+        if self.gate is not None:
+            gate = torch.sigmoid(self.gate)
+            noise = torch.randn_like(code_q[:, :, :1])
+            code_q, code_k = (
+                (1 - gate).sqrt() * code + gate.sqrt() * noise for code in (code_q, code_k)
+            )
+        scale = self.num_realizations**-0.5 * (self.num_realizations / self.dim) ** 0.25
+        q, k = (
+            torch.einsum("bhnd,hdnr->bhnr", x, code.to(x.dtype)) * scale
+            for x, code in ((q, code_q), (k, code_k))
+        )
+        return q, k
+
+
+class SineSPE(_SPE):
+    """P_d(m, n) = Σ_j λ_j²·cos(2π·f_j·(m-n) + θ_j): sums of K sines, learned for (head, feature).
+
+    f = sigmoid(.)/2, λ = softplus(.) scaled so that Σλ² = 1; the phase θ is on the queries' side.
+
+    Args:
+        num_heads, dim: of the queries.
+        num_sines: K.
+        num_realizations: R.
+        gated: mix in shared noise by a learned gate.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        dim: int,
+        *,
+        num_sines: int = 10,
+        num_realizations: int = 64,
+        gated: bool = True,
+    ):
+        super().__init__(num_heads, dim, num_realizations, gated)
+        shape = (num_heads, dim, num_sines)
+        self.frequency = nn.Parameter(torch.randn(shape) - 4)  # slow: sigmoid(-4)/2 = 1/110
+        self.phase = nn.Parameter(torch.randn(shape))
+        self.gain = nn.Parameter(torch.randn(shape))
+
+    def covariance(self, length: int) -> Tensor:
+        """P: (heads, dim, length, length), without the gate."""
+        lag = torch.arange(length, device=self.gain.device)
+        lag = (lag[:, None] - lag)[..., None]
+        angle = lag * self._omega()[:, :, None, None] + self.phase[:, :, None, None]
+        return (self._gains().square()[:, :, None, None] * angle.cos()).sum(-1)
+
+    def codes(self, length: int) -> tuple[Tensor, Tensor]:
+        n = torch.arange(length, device=self.gain.device)[:, None]
+        angle = n * self._omega().unsqueeze(-2)  # (heads, dim, length, K)
+        shape = (*self.gain.shape[:2], 2 * self.gain.shape[-1], self.num_realizations)
+        noise = torch.randn(shape, device=self.gain.device, dtype=self.gain.dtype)
+
+        def waves(angle: Tensor) -> Tensor:
+            gains = self._gains().unsqueeze(-2)
+            return torch.cat([gains * angle.cos(), gains * angle.sin()], -1) @ noise
+
+        return waves(angle + self.phase.unsqueeze(-2)), waves(angle)
+
+    def _omega(self) -> Tensor:
+        return math.pi * torch.sigmoid(self.frequency)
+
+    def _gains(self) -> Tensor:
+        return nn.functional.normalize(nn.functional.softplus(self.gain), dim=-1)
+
+
+class ConvSPE(_SPE):
+    """P_d(m, n) = Σ_p a_d[p]·b_d[p + n-m]: both codes filter one noise, by learned kernels a and b.
+
+    Args:
+        num_heads, dim: of the queries.
+        kernel_size: length of a and b; P vanishes at that distance.
+        num_realizations: R.
+        gated: mix in shared noise by a learned gate.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        dim: int,
+        *,
+        kernel_size: int = 128,
+        num_realizations: int = 64,
+        gated: bool = True,
+    ):
+        super().__init__(num_heads, dim, num_realizations, gated)
+        self.kernel_size = kernel_size
+        std = kernel_size**-0.5
+        self.kernel_q = nn.Parameter(std * torch.randn(num_heads, dim, kernel_size))
+        self.kernel_k = nn.Parameter(std * torch.randn(num_heads, dim, kernel_size))
+
+    def covariance(self, length: int) -> Tensor:
+        """P: (heads, dim, length, length), without the gate."""
+        size = self.kernel_size
+        full = nn.functional.pad(self.kernel_k, (length, length))
+        lags = full.unfold(-1, size, 1) @ self.kernel_q.unsqueeze(-1)  # lag -length .. length
+        n = torch.arange(length, device=full.device)
+        return lags.squeeze(-1)[..., n - n[:, None] + length]
+
+    def codes(self, length: int) -> tuple[Tensor, Tensor]:
+        channels = self.num_heads * self.dim
+        shape = (self.num_realizations, channels, length + self.kernel_size - 1)
+        noise = torch.randn(shape, device=self.kernel_q.device, dtype=self.kernel_q.dtype)
+
+        def filtered(kernel: Tensor) -> Tensor:
+            y = nn.functional.conv1d(noise, kernel.flatten(0, 1).unsqueeze(1), groups=channels)
+            return y.movedim(0, -1).unflatten(0, (self.num_heads, self.dim))
+
+        return filtered(self.kernel_q), filtered(self.kernel_k)
+
+
+class RelativeKeyQuery(nn.Module):
+    """logits[n, m] = (q_n·r_{m-n} + k_m·r_{m-n})/√dim with one table r per layer (RPE).
+
+    The `relative_key_query` of Huang et al. 2020. O(N²) time and memory, softmax attention only.
+    """
+
+    def __init__(self, dim: int, max_length: int):
+        super().__init__()
+        self.dim = dim
+        self.max_length = max_length
+        self.table = nn.Parameter(torch.empty(2 * max_length - 1, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """R ~ N(0, 0.02²)."""
+        nn.init.normal_(self.table, std=0.02)
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        """(batch, heads, length, dim) each → (batch, heads, length, length)."""
+        n = _within(q.shape[-2], self.max_length)
+        table = self.table[self.max_length - n : self.max_length + n - 1].to(q.dtype)
+        index = _distance(n, q.device) + n - 1
+        by_query = (q @ table.mT).gather(-1, index.expand(*q.shape[:-1], n))
+        by_key = (k @ table.mT).gather(-1, index.mT.expand(*k.shape[:-1], n)).mT
+        return (by_query + by_key) * self.dim**-0.5
+
+
+class T5Bias(nn.Module):
+    """logits[n, m] = b[bucket(m-n)]: exact distances when near, logarithmic ones when far (T5).
+
+    Args:
+        num_heads: heads, each with biases of its own.
+        num_buckets: half of them for each direction; all for the past where `causal`.
+        max_distance: all larger distances share the last bucket.
+        causal: only the past.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        num_buckets: int = 32,
+        max_distance: int = 128,
+        causal: bool = False,
+    ):
+        super().__init__()
+        self.num_buckets = num_buckets
+        self.max_distance = max_distance
+        self.causal = causal
+        self.weight = nn.Parameter(torch.empty(num_buckets, num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """B ~ N(0, 0.02²)."""
+        nn.init.normal_(self.weight, std=0.02)
+
+    def buckets(self, length: int) -> Tensor:
+        """The bucket of every pair of positions: (length, length)."""
+        d = _distance(length, self.weight.device)
+        count = self.num_buckets if self.causal else self.num_buckets // 2
+        offset = 0 if self.causal else (d > 0) * count
+        far = d.clamp(max=0).neg() if self.causal else d.abs()
+        exact = count // 2
+        scale = (count - exact) / math.log(self.max_distance / exact)
+        logarithmic = exact + (torch.log(far.clamp(min=1) / exact) * scale).long()
+        return offset + torch.where(far < exact, far, logarithmic.clamp(max=count - 1))
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        """(heads, length, length) for q and k of one length."""
+        return self.weight[self.buckets(q.shape[-2])].permute(2, 0, 1).to(q.dtype)
+
+
+class ALiBi(nn.Module):
+    """logits[n, m] = -slope_h·|m-n|: nothing learned; slopes 2^(-8h/H) (Press et al. 2022)."""
+
+    slopes: Tensor
+
+    def __init__(self, num_heads: int):
+        super().__init__()
+        slopes = _slopes(num_heads)
+        self.register_buffer("slopes", torch.tensor(slopes), persistent=False)
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        """(heads, length, length) for q and k of one length."""
+        distance = _distance(q.shape[-2], q.device).abs()
+        return (-self.slopes[:, None, None] * distance).to(q.dtype)
+
+
+def _slopes(num_heads: int) -> list[float]:
+    """The published slopes: a geometric series, filled up from the next one for odd counts."""
+    power = 1 << (num_heads.bit_length() - 1)
+    series = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
+    between = [2.0 ** (-4 * (h + 1) / power) for h in range(0, 2 * power, 2)]
+    return series + between[: num_heads - power]
+
+
+def _distance(length: int, device: torch.device) -> Tensor:
+    """D = m - n for output n and input m: (length, length)."""
+    n = torch.arange(length, device=device)
+    return n - n[:, None]
+
+
+def _angles(position: Tensor, dim: int, base: float) -> Tensor:
+    """position·base^(-2i/dim): (length, dim/2)."""
+    exponent = torch.arange(0, dim, 2, device=position.device) / dim
+    return position[:, None] * base**-exponent
+
+
+def _within(length: int, max_length: int) -> int:
+    if length > max_length:
+        raise ValueError(f"length {length} exceeds max_length={max_length}")
+    return length

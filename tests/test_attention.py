@@ -1,0 +1,276 @@
+import pytest
+import torch
+
+from fastrpb import (
+    DPFP,
+    FastRPB,
+    FavorPlus,
+    elu1,
+    init,
+    linear_attention,
+    linear_attention_init_state,
+    linear_attention_step,
+    linear_attention_weights,
+    relu,
+    sikf,
+    softmax_attention,
+)
+from oracles import assert_same_gradients
+
+PHIS = {"sikf": sikf, "elu1": elu1, "relu": relu, "dpfp": DPFP(2), "favor": FavorPlus(8, 16)}
+phis = pytest.mark.parametrize("phi", PHIS.values(), ids=PHIS)
+causals = pytest.mark.parametrize("causal", [False, True])
+
+
+def inputs(m, n, dim=8, dim_v=5):
+    return torch.randn(2, 3, m, dim), torch.randn(2, 3, n, dim), torch.randn(2, 3, n, dim_v)
+
+
+def wide(phi):
+    return FavorPlus(8, 16).double() if isinstance(phi, FavorPlus) else phi
+
+
+def softmax_definition(q, k, v, mask=None, causal=False, logits=0.0):
+    """Eq. 1, with zeros where nothing is visible."""
+    scores = q @ k.mT / q.shape[-1] ** 0.5 + logits
+    visible = torch.ones(scores.shape[-2:], dtype=torch.bool)
+    if causal:
+        visible = visible.tril()
+    visible = visible.expand_as(scores)
+    if mask is not None:
+        visible = visible & mask[:, None, None, :]
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    return weights.nan_to_num(0.0) @ v
+
+
+@phis
+@causals
+@pytest.mark.parametrize(
+    ("m", "n"),
+    [(1, 1), (2, 2), (7, 7), (63, 63), (64, 64), (65, 65), (300, 300), (10, 70), (70, 10)],
+)
+def test_linear_attention_equals_its_definition(phi, m, n, causal):
+    q, k, v = inputs(m, n)
+    for mask in (None, torch.rand(2, n) < 0.7):
+        y = linear_attention(q, k, v, phi=phi, mask=mask, causal=causal)
+        weights = linear_attention_weights(
+            q.double(), k.double(), phi=wide(phi), mask=mask, causal=causal
+        )
+        torch.testing.assert_close(y.double(), weights @ v.double(), rtol=1e-4, atol=1e-4)
+
+
+@phis
+@causals
+@pytest.mark.parametrize("n", [7, 150])
+def test_linear_attention_gradients(phi, n, causal):
+    mask = torch.rand(2, n) < 0.7
+    mask[:, 0] = True
+    assert_same_gradients(
+        lambda q, k, v: linear_attention(q, k, v, phi=phi, mask=mask, causal=causal),
+        lambda q, k, v: linear_attention_weights(q, k, phi=wide(phi), mask=mask, causal=causal) @ v,
+        *inputs(n, n),
+    )
+
+
+@phis
+def test_weights_are_a_distribution(phi):
+    q, k, _ = inputs(20, 30)
+    weights = linear_attention_weights(q, k, phi=phi)
+    assert (weights >= 0).all()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 20))
+
+
+@phis
+@causals
+def test_masked_keys_do_not_count_even_as_nan(phi, causal):
+    q, k, v = inputs(100, 100)
+    mask = torch.rand(2, 100) < 0.6
+    hole = ~mask[:, None, :, None]
+    y = linear_attention(q, k, v, phi=phi, mask=mask, causal=causal)
+    dirty = linear_attention(
+        q,
+        k.masked_fill(hole, torch.nan),
+        v.masked_fill(hole, torch.nan),
+        phi=phi,
+        mask=mask,
+        causal=causal,
+    )
+    assert torch.equal(y, dirty)
+
+
+@phis
+@causals
+def test_a_row_that_sees_nothing_gives_zeros(phi, causal):
+    q, k, v = (x.requires_grad_() for x in inputs(100, 100))
+    mask = torch.ones(2, 100, dtype=torch.bool)
+    mask[0] = False
+    mask[1, :70] = False
+    for attend in (
+        lambda: linear_attention(q, k, v, phi=phi, mask=mask, causal=causal),
+        lambda: softmax_attention(q, k, v, mask=mask, causal=causal),
+    ):
+        y = attend()
+        assert not y[0].any()
+        assert y[1, :, :70].any() != causal
+        assert y[1, :, 70:].any()
+        for g in torch.autograd.grad(y.sum(), (q, k, v)):
+            assert g.isfinite().all()
+
+
+@phis
+def test_causality(phi):
+    q, k, v = inputs(200, 200)
+    y = linear_attention(q, k, v, phi=phi, causal=True)
+    k[:, :, 101:], v[:, :, 101:] = 5.0, 9.0
+    later = linear_attention(q, k, v, phi=phi, causal=True)
+    torch.testing.assert_close(later[:, :, :101], y[:, :, :101])
+    assert (later[:, :, 101:] - y[:, :, 101:]).abs().max() > 0.1
+
+
+@causals
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (30, 30), (10, 30), (30, 10)])
+def test_softmax_attention_equals_its_definition(m, n, causal):
+    q, k, v = inputs(m, n)
+    for mask in (None, torch.rand(2, n) < 0.6):
+        for logits in (None, torch.randn(3, m, n)):
+            y = softmax_attention(q, k, v, mask=mask, causal=causal, logits=logits)
+            wanted = softmax_definition(
+                q.double(), k.double(), v.double(), mask, causal, 0.0 if logits is None else logits
+            )
+            torch.testing.assert_close(y.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@causals
+@phis
+def test_half_precision_is_float32_inside(phi, dtype, causal):
+    q, k, v = (x.to(dtype) for x in inputs(500, 500))
+    y = linear_attention(q, k, v, phi=phi, causal=causal)
+    assert y.dtype == dtype
+    exact = linear_attention(q.float(), k.float(), v.float(), phi=phi, causal=causal)
+    assert torch.equal(y, exact.to(dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(linear_attention(q, k, v, phi=phi, causal=causal), y)
+
+
+def test_causal_memory_is_linear():
+    """No tensor of the graph holds more than a few values for each token and channel."""
+    q, k, v = (torch.randn(1, 1, 4096, 32, requires_grad=True) for _ in range(3))
+    largest = 0
+
+    def record(x):
+        nonlocal largest
+        largest = max(largest, x.numel())
+        return x
+
+    for phi in (sikf, elu1):
+        with torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
+            linear_attention(q, k, v, phi=phi, causal=True)
+    assert 0 < largest <= 3 * 64 * 4096  # the quadratic blocks within a chunk
+
+
+@phis
+def test_streaming_equals_the_parallel_form(phi):
+    q, k, v = inputs(130, 130)
+    whole = linear_attention(q, k, v, phi=phi, causal=True)
+    state, ys = linear_attention_init_state(k, v, phi=phi), []
+    for t in range(130):
+        here = (slice(None), slice(None), slice(t, t + 1))
+        y, state = linear_attention_step(q[here], k[here], v[here], state, phi=phi)
+        ys.append(y)
+    torch.testing.assert_close(torch.cat(ys, 2), whole, rtol=1e-4, atol=1e-5)
+    assert state.sums.shape[-1] == 6
+
+
+def test_streaming_sikf_survives_growing_keys():
+    q, k, v = inputs(40, 40)
+    k = k + torch.linspace(0, 9000, 40)[:, None]
+    state, ys = linear_attention_init_state(k, v, phi=sikf), []
+    for t in range(40):
+        here = (slice(None), slice(None), slice(t, t + 1))
+        y, state = linear_attention_step(q[here], k[here], v[here], state, phi=sikf)
+        ys.append(y)
+    exact = linear_attention_weights(q.double(), k.double(), phi=sikf, causal=True) @ v.double()
+    torch.testing.assert_close(torch.cat(ys, 2).double(), exact, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 100, 127, 300])
+def test_streaming_bias_equals_the_parallel_form(n, prefix):
+    rpb = FastRPB(3, n, causal=True, prefix=prefix, init=init.normal(1.0))
+    v = torch.randn(2, 3, prefix + n, 4)
+    state, ys = rpb.init_state(v), []
+    for t in range(prefix + n):
+        y, state = rpb.step(v[:, :, t : t + 1], state)
+        ys.append(y)
+    torch.testing.assert_close(torch.cat(ys, 2), rpb(v), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=f"longer than max_length={n}"):
+        rpb.step(v[:, :, :1], state)
+
+
+def test_streaming_bias_in_other_dtypes():
+    for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float64, 1e-12)):
+        rpb = FastRPB(3, 50, causal=True).to(dtype)
+        v = torch.randn(2, 3, 50, 4).to(dtype)
+        state, ys = rpb.init_state(v), []
+        for t in range(50):
+            y, state = rpb.step(v[:, :, t : t + 1], state)
+            ys.append(y)
+        torch.testing.assert_close(torch.cat(ys, 2), rpb(v), rtol=tolerance, atol=tolerance)
+
+
+@phis
+@causals
+def test_compiles_to_one_graph(phi, causal):
+    torch.compiler.reset()
+    q, k, v = (x.requires_grad_() for x in inputs(100, 100))
+    mask = torch.rand(2, 100) < 0.8
+
+    def attend(q, k, v):
+        return linear_attention(q, k, v, phi=phi, mask=mask, causal=causal)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    got, wanted = compiled(q, k, v), attend(q, k, v)
+    torch.testing.assert_close(got, wanted)
+    for a, b in zip(
+        torch.autograd.grad(got.square().sum(), (q, k, v)),
+        torch.autograd.grad(wanted.square().sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+Q, K, V = inputs(10, 10)
+CAUSAL = FastRPB(3, 10, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: linear_attention(Q, K, V, phi="sikf"), TypeError, "feature map.*'sikf'"),
+        (lambda: linear_attention(Q[..., :7], K, V, phi=sikf), ValueError, "dim 7 and k has 8"),
+        (lambda: linear_attention(Q, K, V[:, :, 1:], phi=sikf), ValueError, "10 positions.*9"),
+        (lambda: linear_attention(Q[:1], K, V, phi=sikf), ValueError, r"\(1, 3\), \(2, 3\)"),
+        (lambda: linear_attention(Q.long(), K, V, phi=sikf), TypeError, "q must.*int64"),
+        (lambda: softmax_attention(Q, K, V[0, 0, 0]), ValueError, r"v must.*\(5,\)"),
+        (lambda: softmax_attention(Q, K, V, mask=torch.ones(2, 10)), TypeError, "bool.*float32"),
+        (
+            lambda: softmax_attention(Q, K, V, mask=torch.ones(2, 9, dtype=torch.bool)),
+            ValueError,
+            r"\(2, 10\).*\(2, 9\)",
+        ),
+        (
+            lambda: linear_attention_step(
+                Q, K, V, linear_attention_init_state(K, V, phi=sikf), phi=sikf
+            ),
+            ValueError,
+            "one token, got 10",
+        ),
+        (lambda: FastRPB(3, 10).init_state(V), ValueError, "causal=True"),
+        (lambda: CAUSAL.init_state(V[:, :2]), ValueError, r"3 heads.*\(2, 2, 10, 5\)"),
+        (lambda: CAUSAL.step(V, CAUSAL.init_state(V)), ValueError, "one token, got 10"),
+    ],
+)
+def test_bad_input(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
