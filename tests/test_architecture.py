@@ -8,17 +8,8 @@ from pathlib import Path
 import fastrpb
 
 ROOT = Path(fastrpb.__file__).parent
-ORDER = [
-    "init",
-    "kernels",
-    "toeplitz",
-    "bias",
-    "features",
-    "attention",
-    "__init__",
-    "__main__",
-    "bench",
-]
+BEFORE_INIT = ["init", "kernels", "toeplitz", "bias", "features", "attention", "positions", "model"]
+ORDER = [*BEFORE_INIT, "__init__", "__main__", "bench"]
 
 
 def layer(path: Path) -> str:

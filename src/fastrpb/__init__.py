@@ -11,21 +11,53 @@ from fastrpb.attention import (
 )
 from fastrpb.bias import FastRPB, FastRPB2d
 from fastrpb.features import DPFP, FavorPlus, elu1, relu, sikf
+from fastrpb.model import (
+    Classifier,
+    LanguageModel,
+    ModelConfig,
+    PairClassifier,
+    load_model,
+    save_model,
+)
+from fastrpb.positions import (
+    ALiBi,
+    ConvSPE,
+    LearnedPositions,
+    RelativeKeyQuery,
+    RoPE,
+    SineSPE,
+    SinusoidalPositions,
+    T5Bias,
+)
 from fastrpb.toeplitz import toeplitz, toeplitz_2d, toeplitz_matmul, toeplitz_matmul_2d
 
 __all__ = [
     "DPFP",
+    "ALiBi",
+    "Classifier",
+    "ConvSPE",
     "FastRPB",
     "FastRPB2d",
     "FavorPlus",
+    "LanguageModel",
+    "LearnedPositions",
     "LinearState",
+    "ModelConfig",
+    "PairClassifier",
+    "RelativeKeyQuery",
+    "RoPE",
+    "SineSPE",
+    "SinusoidalPositions",
+    "T5Bias",
     "elu1",
     "init",
     "linear_attention",
     "linear_attention_init_state",
     "linear_attention_step",
     "linear_attention_weights",
+    "load_model",
     "relu",
+    "save_model",
     "sikf",
     "softmax_attention",
     "toeplitz",

@@ -175,7 +175,7 @@ class SineSPE(_SPE):
 
 
 class ConvSPE(_SPE):
-    """P_d(m, n) = Σ_p a_d[p]·b_d[p + n-m]: both codes filter one noise, by learned kernels a and b.
+    """P_d(m, n) = Σ_p a_d[p]·b_d[p + m-n]: both codes filter one noise, by learned kernels a and b.
 
     Args:
         num_heads, dim: of the queries.
@@ -205,7 +205,7 @@ class ConvSPE(_SPE):
         full = nn.functional.pad(self.kernel_k, (length, length))
         lags = full.unfold(-1, size, 1) @ self.kernel_q.unsqueeze(-1)  # lag -length .. length
         n = torch.arange(length, device=full.device)
-        return lags.squeeze(-1)[..., n - n[:, None] + length]
+        return lags.squeeze(-1)[..., n[:, None] - n + length]
 
     def codes(self, length: int) -> tuple[Tensor, Tensor]:
         channels = self.num_heads * self.dim

@@ -1,0 +1,444 @@
+"""Models: attention layer, pre-LN block, encoder, and the heads of the paper's tasks.
+
+A `ModelConfig` names the parts; `_attend`, `_rotation` and `_bias` make objects of its words, once.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fastrpb import init
+from fastrpb.attention import Phi, linear_attention, softmax_attention
+from fastrpb.bias import FastRPB, FastRPB2d, Kind
+from fastrpb.features import DPFP, FavorPlus, elu1, relu, sikf
+from fastrpb.positions import (
+    ALiBi,
+    ConvSPE,
+    LearnedPositions,
+    RelativeKeyQuery,
+    RoPE,
+    SineSPE,
+    SinusoidalPositions,
+    T5Bias,
+)
+
+Attention = Literal["softmax", "linear"]
+Features = Literal["sikf", "elu1", "relu", "dpfp", "favor"]
+Position = Literal[
+    "none", "fastrpb", "fastrpb2d", "sinespe", "convspe", "rope", "rpe", "t5", "alibi"
+]
+Absolute = Literal["none", "learned", "sinusoidal"]
+Pooling = Literal["cls", "mean"]
+BiasInit = Literal["local", "normal", "zero"]
+
+ON_LOGITS = ("rpe", "t5", "alibi")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything that decides a model's shape. Impossible combinations raise.
+
+    >>> ModelConfig(vocab_size=256, max_length=1024, attention="linear", position="rpe")
+    Traceback (most recent call last):
+    ...
+    ValueError: position='rpe' adds to the logits of softmax attention, which linear attention \
+never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='softmax'
+    """
+
+    vocab_size: int
+    max_length: int  # tokens, CLS not counted
+    num_classes: int = 2
+    dim: int = 256
+    layers: int = 4
+    heads: int = 8
+    qkv_dim: int | None = None  # default: dim
+    mlp_dim: int | None = None  # default: 4·dim
+    attention: Attention = "linear"
+    features: Features = "sikf"  # of linear attention
+    position: Position = "fastrpb"
+    absolute: Absolute = "learned"  # positions added to the embedding
+    pooling: Pooling = "cls"
+    causal: bool = False
+    image: tuple[int, int] | None = None  # height and width, for fastrpb2d
+    bias_kind: Kind = "additive"  # of fastrpb2d
+    bias_init: BiasInit = "local"
+    bias_reach: float = 16.0  # longest scale of the local init, in tokens
+    filters: int | None = None  # of the bias: a divisor of the width; default: heads
+    nu: int = 1  # of dpfp
+    num_features: int = 128  # of favor
+    realizations: int = 64  # of sinespe and convspe
+    sines: int = 10  # of sinespe
+    kernel_size: int = 128  # of convspe
+    dropout: float = 0.1
+    attention_dropout: float = 0.0  # of softmax attention; linear attention has no weights to drop
+    checkpoint: bool = False  # recompute blocks in the backward pass to save memory
+
+    def __post_init__(self):
+        for name, kind in (
+            ("attention", Attention),
+            ("features", Features),
+            ("position", Position),
+            ("absolute", Absolute),
+            ("pooling", Pooling),
+            ("bias_kind", Kind),
+            ("bias_init", BiasInit),
+        ):
+            if getattr(self, name) not in get_args(kind):
+                options = ", ".join(get_args(kind))
+                raise ValueError(f"unknown {name}={getattr(self, name)!r}; choose from {options}")
+        for name in ("vocab_size", "max_length", "num_classes", "dim", "layers", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.width % self.heads:
+            raise ValueError(f"heads={self.heads} must divide the width {self.width} of q, k and v")
+        if self.num_filters < 1 or self.width % self.num_filters:
+            raise ValueError(f"filters={self.num_filters} must divide the width {self.width} of v")
+        if self.attention == "linear" and self.position in ON_LOGITS:
+            raise ValueError(
+                f"position={self.position!r} adds to the logits of softmax attention, which linear "
+                "attention never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or "
+                "attention='softmax'"
+            )
+        if self.position == "fastrpb2d":
+            self._check_image()
+
+    def _check_image(self) -> None:
+        if self.image is None:
+            raise ValueError("position='fastrpb2d' needs image=(height, width)")
+        height, width = self.image
+        if height * width != self.max_length:
+            raise ValueError(
+                f"an image of {height}×{width} has {height * width} pixels, "
+                f"but max_length={self.max_length}"
+            )
+        if self.causal:
+            raise ValueError("position='fastrpb2d' looks in all directions; it cannot be causal")
+
+    @property
+    def width(self) -> int:
+        """Channels of q, k and v, all heads together."""
+        return self.dim if self.qkv_dim is None else self.qkv_dim
+
+    @property
+    def num_filters(self) -> int:
+        return self.heads if self.filters is None else self.filters
+
+    @property
+    def mlp(self) -> int:
+        return 4 * self.dim if self.mlp_dim is None else self.mlp_dim
+
+
+class SoftmaxAttention(nn.Module):
+    """`softmax_attention` with its settings; `logits(q, k)` gives relative positions."""
+
+    def __init__(self, causal: bool, dropout: float, logits: nn.Module | None = None):
+        super().__init__()
+        self.causal = causal
+        self.dropout = dropout
+        self.logits = logits
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        logits = None if self.logits is None else self.logits(q, k)
+        dropout = self.dropout if self.training else 0.0
+        return softmax_attention(
+            q, k, v, mask=mask, causal=self.causal, logits=logits, dropout=dropout
+        )
+
+
+class LinearAttention(nn.Module):
+    """`linear_attention` with its settings."""
+
+    def __init__(self, causal: bool, phi: Phi):
+        super().__init__()
+        self.causal = causal
+        self.phi = phi
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return linear_attention(q, k, v, phi=self.phi, mask=mask, causal=self.causal)
+
+
+class SelfAttention(nn.Module):
+    """Y = (Attention(Q, K, V) + W·V)·O: projections, any attention, an optional bias on V.
+
+    The bias has `filters` sets of weights, each for width/filters channels of V; the attention has
+    `heads`. They need not be equal.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        width: int,
+        heads: int,
+        attend: nn.Module,
+        rotation: nn.Module | None = None,
+        bias: FastRPB | FastRPB2d | None = None,
+    ):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * width)
+        self.attend = attend
+        self.rotation = rotation
+        self.bias = bias
+        self.out = nn.Linear(width, dim)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        queries, keys = _split(q, self.heads), _split(k, self.heads)
+        if self.rotation is not None:
+            queries, keys = self.rotation(queries, keys)
+        y = _merge(self.attend(queries, keys, _split(v, self.heads), mask))
+        if self.bias is not None:
+            y = y + _merge(self.bias(_split(v, self.bias.num_heads), mask))
+        return self.out(y)
+
+
+class Block(nn.Module):
+    """x + Attention(LN(x)), then x + MLP(LN(x))."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.dim)
+        self.attention = SelfAttention(
+            config.dim,
+            config.width,
+            config.heads,
+            _attend(config),
+            _rotation(config),
+            _bias(config),
+        )
+        self.mlp_norm = nn.LayerNorm(config.dim)
+        self.mlp = nn.Sequential(
+            nn.Linear(config.dim, config.mlp),
+            nn.GELU(),
+            nn.Dropout(config.dropout),
+            nn.Linear(config.mlp, config.dim),
+        )
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Encoder(nn.Module):
+    """Tokens to vectors: embedding, absolute positions, CLS where pooling asks for it, blocks."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.cls = nn.Parameter(torch.zeros(config.dim)) if _prefix(config) else None
+        self.positions = _absolute(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.dim)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(batch, length) ids, mask (batch, length) True = keep → (batch, CLS + length, dim)."""
+        self._check(tokens, mask)
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions(x)
+        if self.cls is not None:
+            x = torch.cat([self.cls.expand(len(x), 1, -1), x], dim=1)
+            mask = None if mask is None else nn.functional.pad(mask, (1, 0), value=True)
+        x = self.dropout(x)
+        for block in self.blocks:
+            if self.config.checkpoint and self.training:
+                x = checkpoint(block, x, mask, use_reentrant=False)
+            else:
+                x = block(x, mask)
+        return self.norm(x)
+
+    def pool(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """One vector a sequence: CLS, or the mean over the kept tokens. (batch, dim)."""
+        x = self(tokens, mask)
+        if self.cls is not None:
+            return x[:, 0]
+        if mask is None:
+            return x.mean(1)
+        kept = mask.unsqueeze(-1).to(x.dtype)
+        return (x * kept).sum(1) / kept.sum(1).clamp(min=1)
+
+    def _check(self, tokens: Tensor, mask: Tensor | None) -> None:
+        if tokens.dim() != 2 or tokens.is_floating_point():
+            raise ValueError(
+                f"tokens must be (batch, length) ids, got {tokens.dtype} {tuple(tokens.shape)}"
+            )
+        if tokens.shape[1] > self.config.max_length:
+            raise ValueError(f"{tokens.shape[1]} tokens exceed max_length={self.config.max_length}")
+        if mask is not None and mask.shape != tokens.shape:
+            raise ValueError(f"mask {tuple(mask.shape)} must be as tokens {tuple(tokens.shape)}")
+
+
+class Classifier(nn.Module):
+    """Sequence → logits (batch, num_classes): pooled → mlp → ReLU → logits."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.encoder = Encoder(config)
+        self.head = _head(config.dim, config.mlp, config.num_classes)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.head(self.encoder.pool(tokens, mask))
+
+
+class PairClassifier(nn.Module):
+    """Two sequences → logits: one encoder for both, concatenated → mlp → mlp/2 → logits (AAN)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.encoder = Encoder(config)
+        self.head = _head(2 * config.dim, config.mlp, config.mlp // 2, config.num_classes)
+
+    def forward(
+        self,
+        first: Tensor,
+        second: Tensor,
+        first_mask: Tensor | None = None,
+        second_mask: Tensor | None = None,
+    ) -> Tensor:
+        pooled = self.encoder.pool(first, first_mask), self.encoder.pool(second, second_mask)
+        return self.head(torch.cat(pooled, dim=-1))
+
+
+class LanguageModel(nn.Module):
+    """Sequence → logits of the next token (batch, length, vocab_size); a causal config."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        if not config.causal or config.pooling == "cls":
+            raise ValueError("a language model needs causal=True and pooling='mean' (no CLS)")
+        self.config = config
+        self.encoder = Encoder(config)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        return nn.functional.linear(self.encoder(tokens, mask), self.encoder.embedding.weight)
+
+
+MODELS: dict[str, Callable[[ModelConfig], nn.Module]] = {
+    "Classifier": Classifier,
+    "PairClassifier": PairClassifier,
+    "LanguageModel": LanguageModel,
+}
+
+
+def save_model(model: nn.Module, path: str | os.PathLike) -> None:
+    """Write weights and config into one safetensors file, atomically."""
+    from safetensors.torch import save_file  # noqa: PLC0415  (an extra)
+
+    path = Path(path)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    meta = {"model": type(model).__name__, "config": json.dumps(asdict(model.config))}  # pyright: ignore[reportArgumentType]
+    try:
+        save_file({k: x.contiguous() for k, x in model.state_dict().items()}, part, meta)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load_model(path: str | os.PathLike, device: str | torch.device = "cpu") -> nn.Module:
+    """The model that `save_model` wrote. A damaged file, unknown or missing keys: ValueError."""
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415  (an extra)
+
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            meta = file.metadata() or {}
+            weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+    if meta.get("model") not in MODELS:
+        raise ValueError(f"{path} holds no model of fastrpb: its metadata are {meta}")
+    config = json.loads(meta["config"])
+    if config.get("image") is not None:
+        config["image"] = tuple(config["image"])
+    model = MODELS[meta["model"]](ModelConfig(**config))
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} does not fit its own config: {reason}") from None
+    return model.to(device)
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    """(batch, length, width) → (batch, heads, length, width/heads)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _merge(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(2)
+
+
+def _head(*sizes: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for before, after in pairwise(sizes):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def _prefix(config: ModelConfig) -> int:
+    return 1 if config.pooling == "cls" else 0
+
+
+def _attend(config: ModelConfig) -> nn.Module:
+    if config.attention == "linear":
+        return LinearAttention(config.causal, _phi(config))
+    head_dim, length = config.width // config.heads, config.max_length + _prefix(config)
+    logits = {
+        "rpe": lambda: RelativeKeyQuery(head_dim, length),
+        "t5": lambda: T5Bias(config.heads, causal=config.causal),
+        "alibi": lambda: ALiBi(config.heads),
+    }.get(config.position, lambda: None)()
+    return SoftmaxAttention(config.causal, config.attention_dropout, logits)
+
+
+def _phi(config: ModelConfig) -> Phi:
+    if config.features == "favor":
+        spe = config.position in ("sinespe", "convspe")
+        dim = config.realizations if spe else config.width // config.heads
+        return FavorPlus(dim, config.num_features)
+    if config.features == "dpfp":
+        return DPFP(config.nu)
+    return {"sikf": sikf, "elu1": elu1, "relu": relu}[config.features]
+
+
+def _rotation(config: ModelConfig) -> nn.Module | None:
+    size = config.heads, config.width // config.heads
+    if config.position == "sinespe":
+        return SineSPE(*size, num_sines=config.sines, num_realizations=config.realizations)
+    if config.position == "convspe":
+        return ConvSPE(*size, kernel_size=config.kernel_size, num_realizations=config.realizations)
+    return RoPE() if config.position == "rope" else None
+
+
+def _bias(config: ModelConfig) -> FastRPB | FastRPB2d | None:
+    fill = {
+        "local": init.local(1.0, config.bias_reach),
+        "normal": init.normal(),
+        "zero": init.zero,
+    }[config.bias_init]
+    filters, prefix = config.num_filters, _prefix(config)
+    if config.position == "fastrpb":
+        return FastRPB(filters, config.max_length, causal=config.causal, prefix=prefix, init=fill)
+    if config.position == "fastrpb2d" and config.image is not None:
+        return FastRPB2d(filters, *config.image, kind=config.bias_kind, prefix=prefix, init=fill)
+    return None
+
+
+def _absolute(config: ModelConfig) -> nn.Module | None:
+    if config.absolute == "none":
+        return None
+    kind = LearnedPositions if config.absolute == "learned" else SinusoidalPositions
+    return kind(config.max_length, config.dim)

@@ -1,0 +1,287 @@
+import dataclasses
+import itertools
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.nn.parallel import DistributedDataParallel
+
+from fastrpb import (
+    Classifier,
+    LanguageModel,
+    ModelConfig,
+    PairClassifier,
+    load_model,
+    save_model,
+)
+from fastrpb.model import ON_LOGITS
+
+SMALL = {
+    "vocab_size": 11,
+    "max_length": 24,
+    "num_classes": 3,
+    "dim": 16,
+    "layers": 2,
+    "heads": 2,
+    "image": (4, 6),
+    "num_features": 8,
+    "realizations": 6,
+    "sines": 2,
+    "kernel_size": 5,
+    "dropout": 0.0,
+}
+POSITIONS = ("none", "fastrpb", "fastrpb2d", "sinespe", "convspe", "rope", *ON_LOGITS)
+PAIRS = [
+    *itertools.product(["softmax"], ["sikf"], POSITIONS),
+    *itertools.product(["linear"], ["sikf", "elu1", "relu", "dpfp", "favor"], POSITIONS[:6]),
+]
+pairs = pytest.mark.parametrize(("attention", "features", "position"), PAIRS)
+
+
+def config(**changes):
+    return ModelConfig(**{**SMALL, **changes})
+
+
+def batch(n=24):
+    mask = torch.ones(4, n, dtype=torch.bool)
+    mask[1, 17:] = False
+    return torch.randint(11, (4, n)), mask
+
+
+@pairs
+def test_every_pair_trains_all_its_parameters(attention, features, position):
+    """What DDP asks for: no parameter without a gradient."""
+    model = Classifier(config(attention=attention, features=features, position=position))
+    logits = model(*batch())
+    assert logits.shape == (4, 3)
+    torch.nn.functional.cross_entropy(logits, torch.tensor([0, 1, 2, 0])).backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None, name
+        assert p.grad.isfinite().all(), name
+
+
+@pairs
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_masks_go_all_the_way_through(attention, features, position, pooling):
+    """What stands under the mask changes nothing."""
+    model = Classifier(
+        config(attention=attention, features=features, position=position, pooling=pooling)
+    ).eval()
+    tokens, mask = batch()
+    other = torch.where(mask, tokens, torch.randint(11, (4, 24)))
+    assert not torch.equal(other, tokens)
+    results = []
+    for x in (tokens, other):
+        torch.manual_seed(5)  # stochastic encodings draw the same codes
+        results.append(model(x, mask))
+    torch.testing.assert_close(*results)
+    torch.manual_seed(5)
+    assert (model(tokens) - results[0])[1].abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("position", ["none", "fastrpb", "rope", "sinespe"])
+@pytest.mark.parametrize("attention", ["softmax", "linear"])
+def test_language_model_is_causal(attention, position):
+    model = LanguageModel(
+        config(attention=attention, position=position, causal=True, pooling="mean")
+    ).eval()
+    tokens, _ = batch()
+    later = tokens.clone()
+    later[:, 15:] = (later[:, 15:] + 1) % 11
+    results = []
+    for x in (tokens, later):
+        torch.manual_seed(5)
+        results.append(model(x))
+    assert results[0].shape == (4, 24, 11)
+    torch.testing.assert_close(results[0][:, :15], results[1][:, :15], rtol=1e-4, atol=1e-5)
+    assert (results[0][:, 15:] - results[1][:, 15:]).abs().max() > 1e-3
+
+
+def test_pair_classifier_shares_its_encoder():
+    model = PairClassifier(config())
+    (a, mask_a), (b, mask_b) = batch(), batch()
+    assert model(a, b, mask_a, mask_b).shape == (4, 3)
+    sizes = [layer.out_features for layer in model.head if isinstance(layer, torch.nn.Linear)]
+    assert sizes == [64, 32, 3]
+    assert sum(name.startswith("encoder.embedding") for name in model.state_dict()) == 1
+
+
+@pytest.mark.parametrize("filters", [1, 2, 8, 16])
+def test_filters_are_their_own_setting(filters):
+    model = Classifier(config(filters=filters))
+    assert model.encoder.blocks[0].attention.bias.w.shape == (filters, 2 * 24 - 1)
+    model(*batch()).sum().backward()
+
+
+def test_bias_acts_on_channels_in_their_order():
+    """One filter per channel with w = δ_0·c gives y_c = c·v_c."""
+    model = Classifier(config(filters=16, pooling="mean", attention="softmax"))
+    layer = model.encoder.blocks[0].attention
+    x = torch.randn(2, 24, 16)
+    before = layer(x)
+    with torch.no_grad():
+        layer.bias.w.zero_()
+        plain = layer(x)
+        layer.bias.w[:, 23] = torch.arange(16.0)
+        biased = layer(x)
+    v = layer.qkv(x).chunk(3, -1)[2]
+    wanted = plain + torch.nn.functional.linear(v * torch.arange(16.0), layer.out.weight)
+    torch.testing.assert_close(biased, wanted, rtol=1e-4, atol=1e-4)
+    assert (before - plain).abs().max() > 1e-3
+
+
+def test_image_bias_skips_the_cls_token():
+    model = Classifier(config(position="fastrpb2d", bias_kind="full"))
+    bias = model.encoder.blocks[0].attention.bias
+    assert bias.prefix == 1
+    assert bias.w.shape == (2, 7, 11)
+    model(batch()[0]).sum().backward()
+
+
+def test_qkv_width_may_differ_from_the_model_width():
+    model = Classifier(config(qkv_dim=8, mlp_dim=20))
+    assert model.encoder.blocks[0].attention.qkv.out_features == 24
+    assert model(*batch()).shape == (4, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    tokens, mask = batch()
+    for attention in ("softmax", "linear"):
+        model = Classifier(config(attention=attention))
+        with torch.autocast("cpu", dtype):
+            logits = model(tokens, mask)
+        exact = model(tokens, mask)
+        assert logits.isfinite().all()
+        torch.testing.assert_close(logits.float(), exact, rtol=0.1, atol=0.1)
+        logits.float().sum().backward()
+
+
+@pytest.mark.parametrize("attention", ["softmax", "linear"])
+@pytest.mark.parametrize("position", ["fastrpb", "fastrpb2d"])
+def test_compiles_to_one_graph(attention, position):
+    torch.compiler.reset()
+    model = Classifier(config(attention=attention, position=position)).eval()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    tokens, mask = batch()
+    torch.testing.assert_close(compiled(tokens, mask), model(tokens, mask))
+
+
+def test_checkpointing_changes_nothing():
+    plain, saving = Classifier(config()), Classifier(config(checkpoint=True))
+    saving.load_state_dict(plain.state_dict())
+    tokens, mask = batch()
+    for model in (plain, saving):
+        model(tokens, mask).square().sum().backward()
+    for a, b in zip(plain.parameters(), saving.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_distributed_data_parallel(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(Classifier(config()))
+        for _ in range(2):  # an unused parameter stops the second pass
+            model(*batch()).sum().backward()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Classifier(config(features="favor", position="fastrpb2d")),
+        lambda: PairClassifier(config(image=None)),
+        lambda: LanguageModel(config(causal=True, pooling="mean", absolute="sinusoidal")),
+    ],
+)
+def test_save_and_load(make, tmp_path):
+    model = make()
+    save_model(model, tmp_path / "model.safetensors")
+    other = load_model(tmp_path / "model.safetensors")
+    assert type(other) is type(model)
+    assert other.config == model.config
+    for (name, a), (_, b) in zip(
+        model.state_dict().items(), other.state_dict().items(), strict=True
+    ):
+        assert torch.equal(a, b), name
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_files_that_do_not_fit_are_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_model(Classifier(config()), path)
+    weights = load_file(path)
+    meta = {"model": "Classifier", "config": json.dumps(dataclasses.asdict(config()))}
+    save_file({**weights, "extra": torch.ones(1)}, path, meta)
+    with pytest.raises(ValueError, match=r'model.safetensors.*Unexpected key.*"extra"'):
+        load_model(path)
+    save_file({k: x for k, x in weights.items() if k != "encoder.cls"}, path, meta)
+    with pytest.raises(ValueError, match=r'Missing key.*"encoder.cls"'):
+        load_model(path)
+    save_file(weights, path)
+    with pytest.raises(ValueError, match="no model of fastrpb"):
+        load_model(path)
+    save_model(Classifier(config()), path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        load_model(path)
+
+
+def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    save_model(Classifier(config()), path)
+    before = path.read_bytes()
+
+    def full_disk(weights, part, meta):
+        part.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        save_model(Classifier(config()), path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        *[({"position": p}, f"'{p}' adds to the logits.*linear attention") for p in ON_LOGITS],
+        ({"attention": "cosine"}, "attention='cosine'; choose from softmax, linear"),
+        ({"features": "exp"}, "features='exp'; choose from sikf"),
+        ({"position": "fastrpb3d"}, "position='fastrpb3d'"),
+        ({"heads": 3}, "heads=3 must divide the width 16"),
+        ({"filters": 5}, "filters=5 must divide the width 16"),
+        ({"filters": 0}, "filters=0"),
+        ({"position": "fastrpb2d", "image": None}, "needs image"),
+        ({"position": "fastrpb2d", "image": (5, 5)}, "5×5 has 25 pixels, but max_length=24"),
+        ({"position": "fastrpb2d", "causal": True}, "cannot be causal"),
+        ({"layers": 0}, "layers=0"),
+        ({"max_length": 0}, "max_length=0"),
+    ],
+)
+def test_impossible_configs_say_why(changes, words):
+    with pytest.raises(ValueError, match=words):
+        config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m: m(torch.zeros(2, 25, dtype=torch.long)), "25 tokens exceed max_length=24"),
+        (lambda m: m(torch.zeros(2, 24)), r"ids, got torch.float32 \(2, 24\)"),
+        (lambda m: m(torch.zeros(24, dtype=torch.long)), r"\(24,\)"),
+        (
+            lambda m: m(torch.zeros(2, 24, dtype=torch.long), torch.ones(2, 23) > 0),
+            r"mask \(2, 23\) must be as tokens \(2, 24\)",
+        ),
+        (lambda m: LanguageModel(config()), "causal=True"),
+    ],
+)
+def test_bad_input(call, words):
+    model = Classifier(config())
+    with pytest.raises(ValueError, match=words):
+        call(model)

@@ -1,0 +1,176 @@
+import math
+
+import pytest
+import torch
+
+from fastrpb import (
+    ALiBi,
+    ConvSPE,
+    LearnedPositions,
+    RelativeKeyQuery,
+    RoPE,
+    SineSPE,
+    SinusoidalPositions,
+    T5Bias,
+    softmax_attention,
+)
+
+
+def test_sinusoidal_entry_by_entry():
+    table = SinusoidalPositions(50, 7)(torch.randn(1, 50, 7))
+    assert table.shape == (50, 7)
+    for n in (0, 1, 17, 49):
+        for i in range(7):
+            angle = n / 10000 ** (2 * (i // 2) / 8)  # an odd width is cut from the next even one
+            wanted = math.cos(angle) if i % 2 else math.sin(angle)
+            assert abs(table[n, i].item() - wanted) < 1e-5
+
+
+def test_absolute_positions_of_shorter_sequences():
+    x = torch.randn(2, 5, 8)
+    for positions in (LearnedPositions(10, 8), SinusoidalPositions(10, 8)):
+        whole = positions(torch.randn(2, 10, 8))
+        assert torch.equal(positions(x), whole[:5])
+        with pytest.raises(ValueError, match="length 11 exceeds max_length=10"):
+            positions(torch.randn(2, 11, 8))
+
+
+def test_rope_scores_depend_on_the_distance_only():
+    q, k = torch.randn(2, 1, 2, 1, 8).expand(-1, -1, -1, 30, -1)
+    a, b = RoPE()(q, k)
+    scores = a @ b.mT
+    torch.testing.assert_close(scores[..., 1:, 1:], scores[..., :-1, :-1], rtol=1e-4, atol=1e-4)
+    assert scores[0, 0, 0].std() > 0.1
+    torch.testing.assert_close(a.norm(dim=-1), q.norm(dim=-1))
+    assert torch.equal(a[:, :, 0], q[:, :, 0])
+    with pytest.raises(ValueError, match="dim=7 is odd"):
+        RoPE()(torch.randn(1, 1, 3, 7), torch.randn(1, 1, 3, 7))
+
+
+SPES = [
+    lambda **k: SineSPE(2, 3, num_sines=4, **k),
+    lambda **k: ConvSPE(2, 3, kernel_size=5, **k),
+]
+
+
+@pytest.mark.parametrize("make", SPES)
+def test_spe_codes_have_their_covariance(make):
+    spe = make(num_realizations=200_000, gated=False)
+    with torch.no_grad():
+        code_q, code_k = spe.codes(9)
+        got = code_q @ code_k.mT / 200_000
+        wanted = spe.covariance(9)
+        scale = (
+            code_q.square().mean(-1)[..., None] * code_k.square().mean(-1)[..., None, :]
+        ).sqrt()
+    assert wanted.shape == (2, 3, 9, 9)
+    assert (got - wanted).abs().max() < 5 * scale.max() * (2 / 200_000) ** 0.5
+
+
+def test_covariances_by_their_formulas():
+    spe = SineSPE(2, 3, num_sines=4)
+    gains = torch.nn.functional.softplus(spe.gain)
+    squares = gains.square() / gains.square().sum(-1, keepdim=True)
+    frequency = torch.sigmoid(spe.frequency) / 2
+    m, n = 7, 3
+    wanted = (squares * torch.cos(2 * math.pi * frequency * (m - n) + spe.phase)).sum(-1)
+    torch.testing.assert_close(spe.covariance(9)[..., m, n], wanted)
+    conv = ConvSPE(2, 3, kernel_size=5)
+    a, b = conv.kernel_q, conv.kernel_k
+    for m, n in ((4, 4), (2, 4), (6, 3), (0, 8)):
+        wanted = sum(
+            (a[..., p] * b[..., p + m - n] for p in range(5) if 0 <= p + m - n < 5),
+            start=torch.zeros(2, 3),
+        )
+        torch.testing.assert_close(conv.covariance(9)[..., m, n], wanted)
+
+
+@pytest.mark.parametrize("make", SPES)
+def test_spe_attention_approaches_the_covariance_weighted_scores(make):
+    """The scores are Σ_d q_d·P_d(m, n)·k_d/√dim, P with the gate's share of 1."""
+    spe = make(num_realizations=50_000, gated=True)
+    q, k = torch.randn(2, 1, 2, 9, 3)
+    with torch.no_grad():
+        spe.gate.normal_()
+        gate = torch.sigmoid(spe.gate)
+        covariance = (1 - gate) * spe.covariance(9) + gate
+        q_hat, k_hat = spe(q, k)
+    assert q_hat.shape == (1, 2, 9, 50_000)
+    got = q_hat @ k_hat.mT / 50_000**0.5
+    wanted = torch.einsum("bhmd,hdmn,bhnd->bhmn", q, covariance, k) / 3**0.5
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("make", SPES)
+def test_spe_draws_anew_and_follows_the_seed(make):
+    spe = make(num_realizations=8)
+    q, k = torch.randn(2, 2, 2, 6, 3)
+    torch.manual_seed(1)
+    first = spe(q, k)
+    assert not torch.equal(spe(q, k)[0], first[0])
+    torch.manual_seed(1)
+    assert torch.equal(spe(q, k)[0], first[0])
+    with pytest.raises(ValueError, match=r"\(batch, 2, length, 3\).*\(2, 2, 6, 4\)"):
+        spe(torch.randn(2, 2, 6, 4), torch.randn(2, 2, 6, 4))
+
+
+def test_relative_key_query_entry_by_entry():
+    rpe = RelativeKeyQuery(4, 10)
+    q, k = torch.randn(2, 2, 3, 6, 4)
+    logits = rpe(q, k)
+    assert logits.shape == (2, 3, 6, 6)
+    for n in range(6):
+        for m in range(6):
+            r = rpe.table[9 + m - n]
+            wanted = (q[:, :, n] @ r + k[:, :, m] @ r) / 2
+            torch.testing.assert_close(logits[:, :, n, m], wanted)
+    with pytest.raises(ValueError, match="length 11 exceeds max_length=10"):
+        rpe(torch.randn(1, 1, 11, 4), torch.randn(1, 1, 11, 4))
+
+
+def t5_bucket(d, buckets, max_distance, causal):
+    """The published rule for one distance, d = key - query."""
+    bucket = 0
+    if not causal:
+        buckets //= 2
+        bucket += buckets if d > 0 else 0
+        d = abs(d)
+    else:
+        d = max(-d, 0)
+    exact = buckets // 2
+    if d < exact:
+        return bucket + d
+    far = exact + int(math.log(d / exact) / math.log(max_distance / exact) * (buckets - exact))
+    return bucket + min(far, buckets - 1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_t5_buckets_entry_by_entry(causal):
+    t5 = T5Bias(3, causal=causal)
+    buckets = t5.buckets(300)
+    for n in range(0, 300, 7):
+        for m in range(300):
+            assert buckets[n, m] == t5_bucket(m - n, 32, 128, causal)
+    q = torch.randn(2, 3, 20, 4)
+    assert torch.equal(t5(q, q)[1, 5, 9], t5.weight[t5_bucket(4, 32, 128, causal), 1])
+
+
+def test_alibi_slopes_and_logits():
+    assert ALiBi(8).slopes.tolist() == [2.0**-h for h in range(1, 9)]
+    torch.testing.assert_close(
+        ALiBi(12).slopes,
+        torch.tensor([2.0**-h for h in range(1, 9)] + [2.0 ** -(h + 0.5) for h in range(4)]),
+    )
+    q = torch.randn(2, 8, 10, 4)
+    logits = ALiBi(8)(q, q)
+    assert logits[2, 3, 7] == logits[2, 7, 3] == -4 / 8
+
+
+@pytest.mark.parametrize("logits", [RelativeKeyQuery(4, 20), T5Bias(3), ALiBi(3)])
+def test_logits_reach_softmax_attention(logits):
+    q, k, v = torch.randn(3, 2, 3, 20, 4)
+    y = softmax_attention(q, k, v, logits=logits(q, k), causal=True)
+    scores = (q @ k.mT / 2 + logits(q, k)).masked_fill(
+        torch.ones(20, 20).triu(1).bool(), -torch.inf
+    )
+    torch.testing.assert_close(y, scores.softmax(-1) @ v, rtol=1e-4, atol=1e-5)
