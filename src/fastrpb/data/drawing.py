@@ -11,7 +11,7 @@ def draw(tokens: Tensor, shape: tuple[int, int], white: int = 255) -> str:
     >>> import torch
     >>> print(draw(torch.tensor([0, 255, 0, 255, 0, 255, 0, 0]), (4, 2)))
      @
-     +
+     =
     """
     rows = tokens.float().unflatten(0, shape)
     pairs = (rows[0::2] + rows[1::2]) / 2  # a character is twice as high as it is wide

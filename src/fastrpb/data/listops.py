@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fastrpb.data.cache import Files, staging
 from fastrpb.data.dataset import DataError, Split, Task, check_labels, corpus
-from fastrpb.data.sources import Layout, Source
+from fastrpb.data.sources import Layout, Source, quote
 
 # The place of a word is its token; 0 is the padding.
 WORDS = ("", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
@@ -51,7 +51,7 @@ def tokenize(source: bytes, where: object = "the input") -> bytes:
         tokens = bytes(map(_TOKENS.__getitem__, source.translate(None, b"()").split()))
     except KeyError as error:
         raise DataError(
-            f"{where}: {error.args[0][:40]!r} is not a word of ListOps; they are "
+            f"{where}: {quote(error.args[0])} is not a word of ListOps; they are "
             f"{' '.join(WORDS[1:])}, with spaces between them"
         ) from None
     codes = np.frombuffer(tokens, dtype=np.uint8)
@@ -82,7 +82,7 @@ def _from_tsv(files: Files) -> dict[str, Split]:
     for split, (path,) in files.items():
         header, *lines = path.read_bytes().splitlines() or [b""]
         if header != _HEADER:
-            raise DataError(f"{path} begins with {header[:40]!r}, not with {_HEADER!r}")
+            raise DataError(f"{path} begins with {quote(header)}, not with {quote(_HEADER)}")
         items, labels = parts[split] = [], []
         for number, line in enumerate(lines, start=2):
             source, _, target = line.partition(b"\t")

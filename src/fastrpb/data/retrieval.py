@@ -11,7 +11,7 @@ import torch
 
 from fastrpb.data.cache import Files
 from fastrpb.data.dataset import DataError, Sequences, Split, Task, check_labels
-from fastrpb.data.sources import Layout, Source, check_text, read_parquet
+from fastrpb.data.sources import Layout, Source, check_text, quote, read_parquet
 from fastrpb.data.text import PAD, show_text, tokenize_text
 
 TASK = Task(
@@ -35,6 +35,8 @@ def _from_parquet(files: Files) -> dict[str, Split]:
     table = read_parquet(path, ["id", "text"])
     documents = [check_text(text, f"{path}, row {i}") for i, text in enumerate(table["text"])]
     number = {name: i for i, name in enumerate(table["id"])}
+    if len(number) != len(documents):
+        raise DataError(f"{path}: {len(documents) - len(number)} of the ids appear more than once")
     pairs = {}
     for split in _SPLITS:
         (path,) = files[split]
@@ -43,7 +45,9 @@ def _from_parquet(files: Files) -> dict[str, Split]:
         for row, names in enumerate(zip(table["id1"], table["id2"], strict=True)):
             for name in names:
                 if name not in number:
-                    raise DataError(f"{path}: row {row} names {name!r}, which docs.parquet lacks")
+                    raise DataError(
+                        f"{path}: row {row} names {quote(name)}, which docs.parquet lacks"
+                    )
         pairs[split] = (
             [[number[a], number[b]] for a, b in zip(table["id1"], table["id2"], strict=True)],
             table["label"],
@@ -78,7 +82,7 @@ def _rows(path: Path) -> Iterator[tuple[float, bytes, bytes]]:
             try:
                 label = float(fields[0])  # the release writes 1.0
             except ValueError:
-                raise DataError(f"{where}: the label {fields[0][:20]!r} is not a number") from None
+                raise DataError(f"{where}: the label {quote(fields[0])} is not a number") from None
             yield label, check_text(fields[3], where), check_text(fields[4], where)
 
 

@@ -175,3 +175,8 @@ def check_text(text: bytes, where: object) -> bytes:
             f"{where}: byte {error.start} is {text[error.start]:#04x}, which is not UTF-8 text"
         ) from error
     return text
+
+
+def quote(raw: Any) -> str:
+    """A cell of a file as an error message shows it."""
+    return repr(raw[:40].decode("utf-8", errors="replace") if isinstance(raw, bytes) else raw)
