@@ -17,7 +17,13 @@ from PIL import Image
 _DATA = os.environ.get("FASTRPB_DATA")
 
 REVIEWS = {
-    "train": (["dull", "naïve and slow", "a joy", "fine 映画"], [0, 0, 1, 1]),
+    "train": (
+        [
+            *("dull", "naïve and slow", *(f"poor movie {i}" for i in range(4))),
+            *("a joy", "fine 映画", *(f"great movie {i}" for i in range(4))),
+        ],
+        [0] * 6 + [1] * 6,
+    ),
     "test": (["bad", "good"], [0, 1]),
 }
 PAPERS = {"A": "first paper", "B": "second\x00 paper", "C": "third"}
@@ -84,9 +90,9 @@ def write_idx(
 
 
 def review_members() -> dict[str, bytes]:
-    """Path → content of the aclImdb folder; 0_9.txt and so on, in the order of REVIEWS."""
+    """Path → content of the aclImdb folder; 00_9.txt and so on, in the order of REVIEWS."""
     return {
-        f"aclImdb/{split}/{'pos' if label else 'neg'}/{i}_9.txt": text.encode()
+        f"aclImdb/{split}/{'pos' if label else 'neg'}/{i:02}_9.txt": text.encode()
         for split, (texts, labels) in REVIEWS.items()
         for i, (text, label) in enumerate(zip(texts, labels, strict=True))
     }
@@ -126,6 +132,6 @@ def write_listops(folder: Path, rows: dict[str, list[tuple[str, int]]] = LISTOPS
 def write_mnist(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, list[int]]]:
     images = {"train": pixels((28, 28), 20), "test": pixels((28, 28), 4, seed=1)}
     labels = {"train": [i % 2 for i in range(20)], "test": [3, 1, 2, 9]}
-    for split in images:
-        write_images(folder / f"{split}.parquet", images[split], labels[split])
+    for split, arrays in images.items():
+        write_images(folder / f"{split}.parquet", arrays, labels[split])
     return images, labels

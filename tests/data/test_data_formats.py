@@ -172,7 +172,9 @@ def test_encode_is_how_the_splits_were_made(tmp_path):
 
 def test_digits_encode_scales_grey_to_its_17_values(tmp_path):
     path = tmp_path / "digit.png"
-    path.write_bytes(png(np.repeat(np.uint8([[0, 255, 128, 16, 8, 7, 240, 100]]), 8, axis=0)))
+    path.write_bytes(
+        png(np.repeat(np.array([[0, 255, 128, 16, 8, 7, 240, 100]], np.uint8), 8, axis=0))
+    )
     assert task("digits").encode(str(path))[:8].tolist() == [0, 16, 8, 1, 1, 0, 15, 6]
 
 
@@ -180,7 +182,7 @@ def test_max_length_cuts_text_and_refuses_to_cut_an_expression(tmp_path):
     folder = write_reviews(tmp_path)
     cut = load("text", folder, max_length=5, validation="test")
     assert contents(cut, "train")[1] == ((b"na\xc3\xafv",), 0)
-    assert cut.task.show(cut.train[3][0][0]) == "fine "  # byte 5 begins a character: left out
+    assert cut.task.show(cut.train[7][0][0]) == "fine "  # byte 5 begins a character: left out
     assert cut.task.encode("abcdefgh").tolist() == list(b"abcde")
     with pytest.raises(DataError, match=r"8 tokens, more than max_length=5"):
         load("listops", write_listops(tmp_path / "listops"), max_length=5)
@@ -199,6 +201,10 @@ def test_validation_is_a_fixed_tenth_of_every_class_of_train(tmp_path):
     rows = torch.cat([carved.train.index, carved.validation.index]).flatten()
     assert rows.sort().values.tolist() == list(range(20))
     assert carved.validation.index.flatten().tolist() == [12, 15]  # the same for ever
+    write_parquet(tmp_path / "few/train.parquet", text=["a", "b"], label=[0, 1])
+    write_parquet(tmp_path / "few/test.parquet", text=["a", "b"], label=[0, 1])
+    with pytest.raises(DataError, match="the 2 examples of train are too few to hold out a tenth"):
+        load("text", tmp_path / "few")
     with pytest.raises(DataError, match="validation split of its own"):
         load("digits", validation="test")
     with pytest.raises(DataError, match="must be"):

@@ -81,6 +81,11 @@ def load(
     if validation == "test":
         return Dataset(facts, train, test, test)
     held_out, rest = stratified(train.labels, [HELD_OUT])
+    if not len(held_out):
+        raise DataError(
+            f"{name}: the {len(train)} examples of train are too few to hold out a tenth of every "
+            'class; add some, or pass validation="test"'
+        )
     return Dataset(facts, train.take(rest), train.take(held_out), test)
 
 

@@ -57,12 +57,13 @@ def staging(folder: Path, elsewhere: str) -> Iterator[Path]:
 
 def _digest(files: Files) -> str:
     digest = hashlib.blake2b(f"{VERSION}".encode(), digest_size=16)
+    root = os.path.commonpath([path.parent for paths in files.values() for path in paths])
     for split, paths in files.items():
         for path in paths:
             try:
                 # The names count too: a review's label is the name of its folder.
-                size = path.stat().st_size
-                digest.update(f"\n{split} {path.parent.name}/{path.name} {size}\n".encode())
+                name, size = path.relative_to(root).as_posix(), path.stat().st_size
+                digest.update(f"\n{split} {name} {size}\n".encode())
                 with path.open("rb") as file:
                     while block := file.read(1 << 20):
                         digest.update(block)

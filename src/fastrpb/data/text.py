@@ -4,6 +4,7 @@ A token is a byte of UTF-8; 255, which UTF-8 never uses, is the padding. The pap
 1000 bytes; the longest have 13 700.
 """
 
+import gzip
 import re
 import tarfile
 import zlib
@@ -63,17 +64,20 @@ def _from_archive(files: Files) -> dict[str, Split]:
     (path,) = files["archive"]
     reviews: dict[str, list[tuple[int, str, bytes]]] = {"train": [], "test": []}
     try:
-        with tarfile.open(path, "r|gz") as archive:
+        # gzip and not tarfile's own reader, which takes a file that is cut for one that ends.
+        with gzip.open(path) as content, tarfile.open(fileobj=content, mode="r|") as archive:
             for member in archive:
                 place = PurePosixPath(member.name)
                 if place.is_absolute() or ".." in place.parts:
                     raise DataError(f"{path}: the member {member.name} points outside; not used")
                 match = _MEMBER.fullmatch(member.name)
-                content = archive.extractfile(member) if match and member.isfile() else None
-                if match and content:
+                review = archive.extractfile(member) if match and member.isfile() else None
+                if match and review:
                     split, folder, name = match.groups()
-                    review = check_text(content.read(), f"{path}, {member.name}")
-                    reviews[split].append((_FOLDERS[folder], name, review))
+                    text = check_text(review.read(), f"{path}, {member.name}")
+                    reviews[split].append((_FOLDERS[folder], name, text))
+            while content.read(1 << 20):  # to the end, where the checksum is
+                pass
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
         raise DataError(f"{path} is not a whole tar.gz ({error}); download it again") from error
     for split, rows in reviews.items():
@@ -82,7 +86,7 @@ def _from_archive(files: Files) -> dict[str, Split]:
         rows.sort()
     return corpus(
         {
-            split: ([review for _, _, review in rows], [label for label, _, _ in rows])
+            split: ([text for _, _, text in rows], [label for label, _, _ in rows])
             for split, rows in reviews.items()
         }
     )
