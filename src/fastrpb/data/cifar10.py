@@ -1,25 +1,18 @@
 """cifar10: LRA Image, photographs of 32×32 pixels in grey as 1024 tokens (Krizhevsky 2009)."""
 
-from pathlib import Path
-
 from fastrpb.data.cache import Files
-from fastrpb.data.dataset import Split, Task
-from fastrpb.data.drawing import draw
-from fastrpb.data.images import grey, grey_file
+from fastrpb.data.dataset import Split
+from fastrpb.data.images import grey, image_task
 from fastrpb.data.sources import Source, parquet_corpus, parquet_layouts
 
 SHAPE = (32, 32)
-TASK = Task(
-    name="cifar10",
-    classes=(
+TASK = image_task(
+    "cifar10",
+    (
         *("airplane", "automobile", "bird", "cat", "deer"),
         *("dog", "frog", "horse", "ship", "truck"),
     ),
-    vocabulary=256,
-    max_length=1024,
-    tokenize=lambda path: grey_file(Path(path), SHAPE),
-    show=lambda tokens: draw(tokens, SHAPE),
-    image_shape=SHAPE,
+    SHAPE,
 )
 
 

@@ -6,9 +6,23 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from fastrpb.data.dataset import DataError
+from fastrpb.data.dataset import DataError, Task
+from fastrpb.data.drawing import draw
 
 _RED, _GREEN, _BLUE = (np.float32(weight) for weight in (0.2989, 0.5870, 0.1140))
+
+
+def image_task(name: str, classes: tuple[str, ...], shape: tuple[int, int]) -> Task:
+    """The facts of a task whose tokens are pixels, 0 to 255."""
+    return Task(
+        name=name,
+        classes=classes,
+        vocabulary=256,
+        max_length=shape[0] * shape[1],
+        tokenize=lambda path: grey_file(Path(path), shape),
+        show=lambda tokens: draw(tokens, shape),
+        image_shape=shape,
+    )
 
 
 def luminance(colours: np.ndarray) -> np.ndarray:

@@ -6,21 +6,12 @@ from math import prod
 from pathlib import Path
 
 from fastrpb.data.cache import Files
-from fastrpb.data.dataset import DataError, Split, Task, check_labels, corpus
-from fastrpb.data.drawing import draw
-from fastrpb.data.images import grey, grey_file
+from fastrpb.data.dataset import DataError, Split, check_labels, corpus
+from fastrpb.data.images import grey, image_task
 from fastrpb.data.sources import Layout, Source, parquet_corpus, parquet_layouts
 
 SHAPE = (28, 28)
-TASK = Task(
-    name="mnist",
-    classes=tuple("0123456789"),
-    vocabulary=256,
-    max_length=784,
-    tokenize=lambda path: grey_file(Path(path), SHAPE),
-    show=lambda tokens: draw(tokens, SHAPE),
-    image_shape=SHAPE,
-)
+TASK = image_task("mnist", tuple("0123456789"), SHAPE)
 
 
 def _from_parquet(files: Files) -> dict[str, Split]:

@@ -5,25 +5,18 @@ document is held once, however many pairs use it.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from fastrpb.data import text
 from fastrpb.data.cache import Files
-from fastrpb.data.dataset import DataError, Sequences, Split, Task, check_labels
+from fastrpb.data.dataset import DataError, Sequences, Split, check_labels
 from fastrpb.data.sources import Layout, Source, check_text, quote, read_parquet
-from fastrpb.data.text import PAD, show_text, tokenize_text
 
-TASK = Task(
-    name="retrieval",
-    classes=("unrelated", "cites"),
-    vocabulary=256,
-    max_length=4000,
-    tokenize=tokenize_text,
-    show=show_text,
-    pad_id=PAD,
-    pair=True,
-    cuts=True,
+TASK = replace(
+    text.TASK, name="retrieval", classes=("unrelated", "cites"), max_length=4000, pair=True
 )
 
 _SPLITS = ("train", "validation", "test")
@@ -33,7 +26,7 @@ _LRA_NAMES = {"train": "train", "validation": "eval", "test": "test"}
 def _from_parquet(files: Files) -> dict[str, Split]:
     (path,) = files["documents"]
     table = read_parquet(path, ["id", "text"])
-    documents = [check_text(text, f"{path}, row {i}") for i, text in enumerate(table["text"])]
+    documents = [check_text(paper, f"{path}, row {i}") for i, paper in enumerate(table["text"])]
     number = {name: i for i, name in enumerate(table["id"])}
     if len(number) != len(documents):
         raise DataError(f"{path}: {len(documents) - len(number)} of the ids appear more than once")
@@ -60,8 +53,8 @@ def _from_tsv(files: Files) -> dict[str, Split]:
     pairs: dict[str, tuple[list[list[int]], list[float]]] = {}
     for split, (path,) in files.items():
         index, labels = pairs[split] = [], []
-        for label, *texts in _rows(path):
-            index.append([documents.setdefault(text, len(documents)) for text in texts])
+        for label, *papers in _rows(path):
+            index.append([documents.setdefault(paper, len(documents)) for paper in papers])
             labels.append(label)
         check_labels(labels, len(TASK.classes), path)
     return _splits(list(documents), pairs)

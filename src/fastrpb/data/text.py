@@ -16,14 +16,12 @@ from fastrpb.data.cache import Files
 from fastrpb.data.dataset import DataError, Split, Task, corpus
 from fastrpb.data.sources import Layout, Source, check_text, parquet_corpus, parquet_layouts
 
-PAD = 255
 
-
-def tokenize_text(text: str) -> bytes:
+def _tokenize(text: str) -> bytes:
     return check_text(text.encode("utf-8", errors="surrogateescape"), "the input")
 
 
-def show_text(tokens: Tensor) -> str:
+def _show(tokens: Tensor) -> str:
     # A cut can fall inside a character.
     return bytes(tokens.tolist()).decode("utf-8", errors="ignore")
 
@@ -33,9 +31,9 @@ TASK = Task(
     classes=("negative", "positive"),
     vocabulary=256,
     max_length=1000,
-    tokenize=tokenize_text,
-    show=show_text,
-    pad_id=PAD,
+    tokenize=_tokenize,
+    show=_show,
+    pad_id=255,
     cuts=True,
 )
 
