@@ -77,6 +77,9 @@ def test_luminance_keeps_every_grey():
 
 def test_text_in_every_layout(tmp_path):
     write_reviews(tmp_path / "parquet/imdb")
+    for split, (texts, labels) in REVIEWS.items():
+        hub = tmp_path / f"hub/plain_text/{split}-00000-of-00001.parquet"
+        write_parquet(hub, text=texts, label=labels)
     for name, content in review_members().items():
         path = tmp_path / "folder" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +93,7 @@ def test_text_in_every_layout(tmp_path):
         [((text.encode(),), label) for text, label in zip(*REVIEWS[split], strict=True)]
         for split in ("train", "test")
     )
-    for root in ("parquet", "folder", "folder/aclImdb", "tar"):
+    for root in ("parquet", "hub", "folder", "folder/aclImdb", "tar"):
         assert whole("text", tmp_path / root) == expected, root
 
 
