@@ -8,7 +8,7 @@ from pathlib import Path
 import fastrpb
 
 ROOT = Path(fastrpb.__file__).parent
-ORDER = ["init", "kernels", "toeplitz", "bias", "__init__", "__main__", "bench"]
+ORDER = ["init", "kernels", "toeplitz", "bias", "__init__", "__main__", "bench", "data", "cli"]
 
 
 def layer(path: Path) -> str:
