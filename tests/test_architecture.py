@@ -9,7 +9,7 @@ import fastrpb
 
 ROOT = Path(fastrpb.__file__).parent
 BEFORE_INIT = ["init", "kernels", "toeplitz", "bias", "features", "attention", "positions", "model"]
-ORDER = [*BEFORE_INIT, "__init__", "__main__", "bench"]
+ORDER = [*BEFORE_INIT, "__init__", "__main__", "bench", "data", "cli"]
 
 
 def layer(path: Path) -> str:

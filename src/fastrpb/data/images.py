@@ -1,0 +1,67 @@
+"""Images as bytes of grey, one a pixel, as TensorFlow's `rgb_to_grayscale` computes them."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from fastrpb.data.dataset import DataError, Task
+from fastrpb.data.drawing import draw
+
+_RED, _GREEN, _BLUE = (np.float32(weight) for weight in (0.2989, 0.5870, 0.1140))
+
+
+def image_task(name: str, classes: tuple[str, ...], shape: tuple[int, int]) -> Task:
+    """The facts of a task whose tokens are pixels, 0 to 255."""
+    return Task(
+        name=name,
+        classes=classes,
+        vocabulary=256,
+        max_length=shape[0] * shape[1],
+        tokenize=lambda path: grey_file(Path(path), shape),
+        show=lambda tokens: draw(tokens, shape),
+        image_shape=shape,
+    )
+
+
+def luminance(colours: np.ndarray) -> np.ndarray:
+    """(..., 3) uint8 colours → (...) uint8: 255.5·(0.2989 r + 0.5870 g + 0.1140 b), r g b in 0..1.
+
+    All in float32 and cut, not rounded: Pillow's own conversion differs on a quarter of the pixels.
+
+    >>> luminance(np.array([[255, 255, 255], [200, 100, 50]], dtype=np.uint8))
+    array([255, 124], dtype=uint8)
+    """
+    red, green, blue = np.moveaxis(colours.astype(np.float32) * np.float32(1 / 255), -1, 0)
+    grey = (red * _RED + green * _GREEN + blue * _BLUE) * np.float32(255.5)
+    return grey.astype(np.uint8)
+
+
+def grey(blob: bytes, shape: tuple[int, int], where: object) -> bytes:
+    """The pixels of an encoded image, row by row; `where` names it in an error."""
+    try:
+        with Image.open(io.BytesIO(blob)) as image:
+            # Before decoding, so that a huge one is refused at no cost.
+            if (image.height, image.width) != shape:
+                raise DataError(
+                    f"{where}: the image is {image.height}×{image.width}, not "
+                    f"{shape[0]}×{shape[1]}; resize it first"
+                )
+            if image.mode == "L":
+                return image.tobytes()
+            return luminance(np.asarray(image.convert("RGB"))).tobytes()
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        raise DataError(f"{where}: not a readable image ({_first_line(error)})") from error
+
+
+def grey_file(path: Path, shape: tuple[int, int]) -> bytes:
+    try:
+        blob = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read the image {path}: {error.strerror}") from error
+    return grey(blob, shape, path)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,131 @@
+import errno
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from samples import write_parquet, write_reviews
+
+from fastrpb.data import DataError, cache, load, text
+
+LOADER = """
+import hashlib, pathlib, sys, time
+from fastrpb.data import load, text
+while not pathlib.Path(sys.argv[2]).exists():
+    time.sleep(0.001)
+split = load("text", sys.argv[1]).train
+print(hashlib.sha256(split.sequences.tokens.numpy().tobytes()).hexdigest(), len(split))
+"""
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """How often reviews were tokenised."""
+    calls = []
+    check = text.check_text
+
+    def counted(content, where):
+        calls.append(where)
+        return check(content, where)
+
+    monkeypatch.setattr(text, "check_text", counted)
+    return calls
+
+
+def test_tokens_are_made_once_for_a_content(tmp_path, own_cache, builds, monkeypatch):
+    write_reviews(tmp_path / "one")
+    first = load("text", tmp_path / "one")
+    made = len(builds)
+    assert made == 14
+    again = load("text", tmp_path / "one", max_length=3)
+    elsewhere = load("text", write_reviews(tmp_path / "two"))
+    assert len(builds) == made
+    assert len(list(own_cache.iterdir())) == 1
+    assert torch.equal(again.train.sequences.tokens, first.train.sequences.tokens)
+    assert torch.equal(elsewhere.train.labels, first.train.labels)
+
+    path = write_parquet(tmp_path / "one/test.parquet", text=["bad", "well"], label=[0, 1])
+    assert load("text", tmp_path / "one").test[1][0][0].tolist() == list(b"well")
+    assert len(builds) == 2 * made
+    path.rename(tmp_path / "one/spare")
+    monkeypatch.setattr(cache, "VERSION", -1)
+    load("text", tmp_path / "two")
+    assert len(builds) == 3 * made
+    assert len(list(own_cache.iterdir())) == 3
+
+
+def test_tokens_are_memory_mapped_and_the_cache_is_never_written_through(tmp_path):
+    folder = write_reviews(tmp_path)
+    tokens = load("text", folder).train.sequences.tokens
+    tokens[0] = 0
+    assert load("text", folder).train.sequences.tokens[0] == ord("d")
+
+
+def test_two_processes_at_once_make_one_whole_entry(tmp_path, own_cache):
+    reviews = ["x" * (1 + i % 700) for i in range(6000)]
+    for split in ("train", "test"):
+        write_parquet(tmp_path / f"{split}.parquet", text=reviews, label=[0, 1] * 3000)
+    go = tmp_path / "go"
+    command = [sys.executable, "-c", LOADER, str(tmp_path), str(go)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    time.sleep(2)  # until all wait for the file
+    go.touch()
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert len(set(outputs)) == 1
+    assert [path.name.startswith("text-") for path in own_cache.iterdir()] == [True]
+
+
+def test_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, own_cache, monkeypatch):
+    def save(file, array):
+        file.write(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = write_reviews(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "save", save)
+        reason = r"cannot write to .*: No space left on device; free some space, or set FASTRPB_CAC"
+        with pytest.raises(DataError, match=reason):
+            load("text", folder)
+    assert list(own_cache.iterdir()) == []
+    assert len(load("text", folder).test) == 2
+
+
+def test_a_cache_that_cannot_be_made(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("FASTRPB_CACHE", str(tmp_path / "file"))
+    with pytest.raises(DataError, match=r"cannot write to .*/file: File exists"):
+        load("text", write_reviews(tmp_path / "imdb"))
+
+
+def test_a_damaged_entry_says_what_to_remove(tmp_path, own_cache):
+    folder = write_reviews(tmp_path)
+    load("text", folder)
+    (entry,) = own_cache.iterdir()
+    (entry / "tokens.npy").write_bytes(b"\x93NUMPY")
+    with pytest.raises(DataError, match=rf"{entry} is damaged \(.*\); remove it and run again"):
+        load("text", folder)
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("FASTRPB_CACHE", str(tmp_path / "own"))
+    assert cache.cache_dir() == tmp_path / "own"
+    monkeypatch.delenv("FASTRPB_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache.cache_dir() == tmp_path / "xdg/fastrpb"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache.cache_dir() == tmp_path / "home/.cache/fastrpb"
+
+
+def test_importing_the_library_needs_torch_alone():
+    code = (
+        "import sys, fastrpb, fastrpb.data; fastrpb.data.load('digits');"
+        "print(sys.modules.keys() & {'pyarrow', 'PIL', 'huggingface_hub', 'typer', 'rich'})"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert output.stdout.strip() == "set()"

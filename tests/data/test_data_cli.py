@@ -1,0 +1,112 @@
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+from samples import write_listops, write_mnist, write_papers, write_reviews
+
+from fastrpb import cli
+
+
+def fastrpb(*arguments, **options):
+    """The command in a process of its own: (exit code, stdout, stderr)."""
+    command = [sys.executable, "-c", "from fastrpb.cli import main; main()", *map(str, arguments)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "120"},
+        **options,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """The command in this process: the output, or (exit code, stderr)."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["fastrpb", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "120")
+        with pytest.raises(SystemExit) as done:
+            cli.main()
+        output = capsys.readouterr()
+        return output.out if done.value.code == 0 else (done.value.code, output.err)
+
+    return call
+
+
+def test_digits_are_shown(run):
+    output = run("data", "digits")
+    assert "1,259" in output
+    assert "10 classes, vocabulary 17, at most 64 tokens, images of 8×8" in output
+    assert "%" in output
+
+
+def test_every_task_is_shown(run, tmp_path):
+    write_mnist(tmp_path / "mnist")
+    write_reviews(tmp_path / "imdb")
+    write_papers(tmp_path / "aan")
+    write_listops(tmp_path / "listops")
+    assert "images of 28×28" in run("data", "mnist", "--data-dir", tmp_path)
+    assert "great movie" in run("data", "text", "--data-dir", tmp_path, "--samples", 10)
+    papers = run("data", "retrieval", "--data-dir", tmp_path)
+    assert "at most 4000 tokens in each of two documents" in papers
+    assert "second  paper" in papers  # the control character of the sample is not sent out
+    assert "[MAX 4 3 [MIN 2 3 ] ]" in run("data", "listops", "--data-dir", tmp_path)
+    assert "movie" not in run("data", "text", "--data-dir", tmp_path, "--samples", 0)
+
+
+def test_listops_are_generated_and_shown(tmp_path):
+    sizes = ("--sizes", 30, 5, 5)
+    code, output, _ = fastrpb("data", "listops", "--out", tmp_path / "new", "--seed", 1, *sizes)
+    assert code == 0
+    assert "10 classes, vocabulary 16" in output
+    assert len((tmp_path / "new/basic_train.tsv").read_text().splitlines()) == 31
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["mnits"], "unknown task 'mnits'; did you mean mnist?"),
+        (["text", "--data-dir", "nowhere"], "text: there is no folder nowhere; "),
+        (["text", "--out", "x"], "--out generates listops only; text is read, see --data-dir"),
+        (["listops", "--out", "x", "--data-dir", "y"], "give one of the two"),
+        (["listops"], "listops needs its files: `fastrpb data listops --out DIR` makes them"),
+        (["digits", "--max-length", "9"], "digits always has 64 pixels"),
+    ],
+)
+def test_mistakes_are_one_sentence(run, arguments, sentence):
+    code, error = run("data", *arguments)
+    assert code == 2
+    assert error.startswith("fastrpb: ")
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+def test_a_full_disk_while_generating(tmp_path):
+    """A limit on the size of a file makes the write itself fail, as a full disk does."""
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    sizes = ("--sizes", 300, 5, 5)
+    out = tmp_path / "new"
+    code, _, error = fastrpb("data", "listops", "--out", out, *sizes, preexec_fn=limit)
+    assert code == 2
+    assert error == (
+        f"fastrpb: cannot write to {out}: File too large; "
+        "free some space, or choose another folder with --out\n"
+    )
+    assert list(out.iterdir()) == []
+
+
+def test_without_typer_the_extra_is_named():
+    code = "import sys; sys.modules['typer'] = None; import fastrpb.cli"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "fastrpb: the command needs the package typer: pip install 'fastrpb[cli]'\n"
+    )
