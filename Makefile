@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run test lint format fuzz bench clean
+.PHONY: help run test lint format fuzz bench bench-model clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -35,7 +35,10 @@ fuzz: $(READY)  ## 10 000 random calls of the public functions
 	FASTRPB_FUZZ=10000 $(BIN)/pytest tests/test_fuzz.py
 
 bench: $(READY)  ## Measure speed and memory on this machine's CPU
-	$(BIN)/python -m fastrpb.bench
+	$(BIN)/fastrpb bench cpu
+
+bench-model: $(READY)  ## Measure every attention with every positional encoding
+	$(BIN)/fastrpb bench model
 
 clean:  ## Remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -1,7 +1,8 @@
-"""Speed and memory of the core on this machine's CPU: `make bench`.
+"""Speed and memory on this machine's CPU: `make bench` for the core, `make bench-model` for layers.
 
-Every ratio compares medians of runs that alternate in one process, so that a noisy machine slows
-both sides. The results go to results/ with the machine's name; a table is printed.
+Ratios compare medians of runs that alternate in one process, so that a noisy machine slows both
+sides. Peak memory is measured, each point in a process of its own. The results go to results/ with
+the machine's name; tables are printed.
 """
 
 import json
@@ -9,22 +10,28 @@ import multiprocessing
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
+from itertools import product
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from fastrpb.bias import FastRPB
+from fastrpb.model import ON_LOGITS, Attention, Block, Features, ModelConfig, Position
 from fastrpb.toeplitz import toeplitz, toeplitz_matmul
 
 SHAPES = [(8, 8, 1024, 64), (4, 8, 4096, 64), (1, 8, 16384, 64), (1, 4, 65536, 64)]
 SMALL = [8, 16, 32, 64, 128, 256, 512, 1024]
 TOKENS = 8192  # batch x length where the length varies at fixed work
 
+LENGTHS = [256, 512, 1024, 2048, 4096, 8192]  # of an attention layer
+
 Run = Callable[[], object]
+Rows = list[dict[str, object]]
 
 
 def medians(runs: dict[str, Run], repeats: int = 9) -> dict[str, float]:
@@ -40,7 +47,7 @@ def medians(runs: dict[str, Run], repeats: int = 9) -> dict[str, float]:
     return {name: statistics.median(s) for name, s in seconds.items()}
 
 
-def machine() -> dict[str, object]:
+def machine(name: str) -> dict[str, object]:
     """What the numbers were measured on and with."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
@@ -53,7 +60,7 @@ def machine() -> dict[str, object]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "command": "make bench",
+        "command": f"fastrpb bench {name}",
     }
 
 
@@ -119,7 +126,7 @@ def small_sizes(n: int) -> dict[str, object]:
     }
 
 
-def growth() -> list[dict[str, object]]:
+def growth() -> Rows:
     """Time a token when the length doubles at a fixed number of tokens."""
     inputs = {n: random_inputs((65536 // n, 4, n, 64)) for n in (2**k for k in range(10, 17))}
     seconds = medians({str(n): lambda n=n: toeplitz_matmul(*inputs[n]) for n in inputs})
@@ -130,18 +137,56 @@ def growth() -> list[dict[str, object]]:
     ]
 
 
+def streaming(n: int) -> dict[str, object]:
+    """A causal bias token by token: relaxed products against a sum over the history each time."""
+    rpb = FastRPB(8, n, causal=True)
+    v = torch.randn(1, 8, n, 64)
+
+    def relaxed() -> None:
+        state = rpb.init_state(v)
+        for t in range(n):
+            rpb.step(v[:, :, t : t + 1], state)
+
+    @torch.no_grad()
+    def history() -> None:
+        for t in range(n):
+            _ = rpb.w[:, None, n - 1 - t :] @ v[:, :, : t + 1]
+
+    seconds = medians(
+        {"relaxed": relaxed, "history": history, "parallel": lambda: rpb(v)}, repeats=3
+    )
+    return {
+        "length": n,
+        "relaxed us/token": 1e6 * seconds["relaxed"] / n,
+        "history / relaxed": seconds["history"] / seconds["relaxed"],
+        "full recompute / relaxed": seconds["parallel"] * n / seconds["relaxed"],
+    }
+
+
 def peak_extra_bytes(shape: tuple[int, ...]) -> int:
-    """Measured peak of resident memory above the inputs, in a fresh process (Linux)."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_peak_extra_bytes, (shape,))
+    """Memory of a forward product above its inputs."""
+    return apart(_product_memory, shape)
 
 
-def _peak_extra_bytes(shape: tuple[int, ...]) -> int:
+def _product_memory(shape: tuple[int, ...]) -> int:
     w, v = random_inputs(shape)
     toeplitz_matmul(torch.randn(8, 1023), torch.randn(1, 8, 512, 2), impl="fft")  # load libraries
+    return peak_of(lambda: toeplitz_matmul(w, v))
+
+
+def apart(function: Callable, *args: object):
+    """`function(*args)` in a fresh process: what ran before leaves no memory behind."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fastrpb.bench"])
+    with context.Pool(1) as pool:
+        return pool.apply(function, args)
+
+
+def peak_of(run: Run) -> int:
+    """Measured peak of resident memory during `run`, above what there was before it (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = _status("VmRSS")
-    toeplitz_matmul(w, v)
+    run()
     return _status("VmHWM") - before
 
 
@@ -150,7 +195,74 @@ def _status(field: str) -> int:
     return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
 
 
-def table(rows: list[dict[str, object]]) -> str:
+def pairs() -> list[dict[str, str]]:
+    """Every attention with every positional encoding that it can have."""
+    found = []
+    for attention, features, position in product(
+        get_args(Attention), get_args(Features), get_args(Position)
+    ):
+        once = attention == "linear" or features == "sikf"  # softmax has no features
+        possible = attention == "softmax" or position not in ON_LOGITS
+        if once and possible and position != "fastrpb2d":
+            found.append({"attention": attention, "features": features, "position": position})
+    return found
+
+
+def layer_cost(pair: dict[str, str], n: int) -> tuple[float, int]:
+    """Seconds and peak bytes of forward+backward of one attention layer, 8 heads of 32."""
+    config = ModelConfig(vocab_size=1, max_length=n, pooling="mean", **pair)  # pyright: ignore[reportArgumentType]
+    layer = Block(config).attention
+    x = torch.randn(1, n, config.dim, requires_grad=True)
+
+    def run() -> None:
+        layer.zero_grad()
+        layer(x).sum().backward()
+
+    return medians({"run": run}, repeats=5)["run"], peak_of(run)
+
+
+def layer_costs(pair: dict[str, str], patience: float = 20.0) -> dict[str, object]:
+    """A row of the table: costs against the length, as far as a point takes under `patience`."""
+    seconds: list[float] = []
+    row: dict[str, object] = dict(pair)
+    if pair["attention"] == "softmax":
+        row["features"] = "-"
+    for n in LENGTHS:
+        if seconds and seconds[-1] * (2 * n / LENGTHS[len(seconds) - 1]) > patience:
+            row |= {f"{n}: ms": "-", f"{n}: MB": "-"}
+            continue
+        second, peak = apart(layer_cost, pair, n)
+        seconds.append(second)
+        row |= {f"{n}: ms": 1e3 * second, f"{n}: MB": peak / 1e6}
+    row["time ~ N^"] = _exponent(LENGTHS[: len(seconds)][-3:], seconds[-3:])
+    return row
+
+
+def _exponent(lengths: list[int], seconds: list[float]) -> float:
+    """The slope of log time against log length, by least squares."""
+    x = torch.tensor(lengths, dtype=torch.float64).log()
+    y = torch.tensor(seconds, dtype=torch.float64).log()
+    return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
+
+
+def crossings(rows: Rows) -> Rows:
+    """From which measured length on each linear pair is faster than softmax without positions."""
+    base = next(r for r in rows if (r["attention"], r["position"]) == ("softmax", "none"))
+    found = []
+    for row in rows:
+        if row["attention"] == "linear":
+            wins = [n for n in LENGTHS if _less(row[f"{n}: ms"], base[f"{n}: ms"])]
+            first = next((n for i, n in enumerate(LENGTHS) if wins == LENGTHS[i:]), "-")
+            name = f"{row['features']} + {row['position']}"
+            found.append({"pair": name, "faster than softmax from N =": first})
+    return found
+
+
+def _less(a: object, b: object) -> bool:
+    return isinstance(a, float) and isinstance(b, float) and a < b
+
+
+def table(rows: Rows) -> str:
     """Rows as a Markdown table."""
     lines = [list(rows[0]), ["---"] * len(rows[0])]
     for row in rows:
@@ -158,26 +270,36 @@ def table(rows: list[dict[str, object]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def main(out: str = "results/toeplitz_cpu.json") -> None:
-    """Measure, print the tables and write them to `out`."""
+def bench_cpu() -> dict[str, Rows]:
+    """The core: against its peers, at small sizes, against the length, as a stream."""
+    return {
+        "float32 product": [against_peers(s) for s in SHAPES],
+        f"small sizes, {TOKENS} tokens": [small_sizes(n) for n in SMALL],
+        "growth with the length, 65536 tokens": growth(),
+        "causal bias, token by token": [streaming(n) for n in (256, 1024, 4096, 16384)],
+    }
+
+
+def bench_model() -> dict[str, Rows]:
+    """Forward+backward of an attention layer for every attention and positional encoding."""
+    rows = [layer_costs(pair) for pair in pairs()]
+    return {"attention layer, forward+backward": rows, "linear against softmax": crossings(rows)}
+
+
+BENCHES = {"cpu": bench_cpu, "model": bench_model}
+
+
+def bench(name: str) -> Path:
+    """Measure, print the tables and write them to results/NAME.json."""
+    if name not in BENCHES:
+        raise ValueError(f"unknown benchmark {name!r}; there are {', '.join(BENCHES)}")
     torch.manual_seed(0)
-    results: dict[str, object] = {"machine": machine()}
-    parts: list[tuple[str, Callable[[], list[dict[str, object]]]]] = [
-        ("float32 product", lambda: [against_peers(s) for s in SHAPES]),
-        (f"small sizes, {TOKENS} tokens", lambda: [small_sizes(n) for n in SMALL]),
-        ("growth with the length, 65536 tokens", growth),
-    ]
-    for title, measure in parts:
-        rows = measure()
-        results[title] = rows
-        print(f"\n{title}\n\n{table(rows)}", flush=True)
-    path = Path(out)
+    tables = BENCHES[name]()
+    for title, rows in tables.items():
+        print(f"\n{title}\n\n{table(rows)}")
+    path = Path("results") / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(results, indent=1) + "\n")
+    part.write_text(json.dumps({"machine": machine(name), **tables}, indent=1) + "\n")
     part.replace(path)
-    print(f"\nwritten to {out}")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return path

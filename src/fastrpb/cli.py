@@ -75,6 +75,19 @@ def data(
     _show(load(task, data_dir, max_length=max_length), samples)
 
 
+@app.command()
+def bench(what: Annotated[str, typer.Argument(help="cpu: the core; model: layers.")]) -> None:
+    """Measure speed and memory here, print tables, write results/WHAT.json.
+
+    Examples:
+    - `fastrpb bench cpu`: W·V against its peers, about 3 minutes
+    - `fastrpb bench model`: every attention with every positional encoding, about 10 minutes
+    """
+    from fastrpb.bench import bench as run  # noqa: PLC0415, quick start of other commands
+
+    print(f"\nwritten to {run(what)}")
+
+
 def _show(dataset: Dataset, samples: int) -> None:
     console = Console()
     facts = dataset.task

@@ -44,8 +44,8 @@ def _as_signals(x: Tensor) -> Tensor:
 def _transforms(signals: Tensor, size: int) -> tuple[Callable, Callable]:
     """Forward and inverse transform for these signals: complex, or real where dim is odd."""
     if signals.is_complex():
-        return (lambda x: torch.fft.fft(x, n=size)), torch.fft.ifft
-    return (lambda x: torch.fft.rfft(x, n=size)), (lambda f: torch.fft.irfft(f, n=size))
+        return torch.fft.fft, torch.fft.ifft
+    return torch.fft.rfft, lambda f: torch.fft.irfft(f, n=size)
 
 
 def _kernel(w: Tensor, m: int, n: int, size: int) -> Tensor:
@@ -70,6 +70,20 @@ def _chunks(signals: Tensor, size: int) -> Iterator[tuple[slice, slice, slice]]:
         yield bs, hs, cs
 
 
+def _padder(signals: Tensor, size: int) -> Callable[[Tensor], Tensor]:
+    """Pads chunks with zeros up to `size`, all in one buffer: the zeros are written once."""
+    first = next(_chunks(signals, size))
+    buffer = signals.new_zeros(*signals[first].shape[:3], size)
+
+    def pad(chunk: Tensor) -> Tensor:
+        b, h, c, length = chunk.shape
+        padded = buffer[:b, :h, :c]
+        padded[..., :length] = chunk
+        return padded
+
+    return pad
+
+
 @torch.library.custom_op("fastrpb::toeplitz_fft", mutates_args=())
 def _forward(w: Tensor, v: Tensor, out_length: int) -> Tensor:
     m, n = out_length, v.shape[-2]
@@ -78,8 +92,9 @@ def _forward(w: Tensor, v: Tensor, out_length: int) -> Tensor:
     source, target = _as_signals(v), _as_signals(y)
     forward, inverse = _transforms(source, size)
     spectrum = forward(_kernel(w, m, n, size)).unsqueeze(-2)
+    pad = _padder(source, size)
     for bs, hs, cs in _chunks(source, size):
-        f = forward(source[bs, hs, cs]).mul_(spectrum[hs])
+        f = forward(pad(source[bs, hs, cs])).mul_(spectrum[hs])
         target[bs, hs, cs] = inverse(f)[..., :m]
     return y
 
@@ -98,9 +113,10 @@ def _backward(g: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     # conj_physical: a lazy conjugate is not resolved where compilers run an operator.
     spectrum = forward(_kernel(w, m, n, size)).conj_physical().unsqueeze(-2)
     correlation = torch.zeros_like(spectrum.squeeze(-2))
+    pad_g, pad_v = _padder(upstream, size), _padder(source, size)
     for bs, hs, cs in _chunks(source, size):
-        f = forward(upstream[bs, hs, cs])
-        correlation[hs] += (f * forward(source[bs, hs, cs]).conj_physical()).sum((0, 2))
+        f = forward(pad_g(upstream[bs, hs, cs]))
+        correlation[hs] += (f * forward(pad_v(source[bs, hs, cs])).conj_physical()).sum((0, 2))
         target[bs, hs, cs] = inverse(f.mul_(spectrum[hs]))[..., :n]
     # Of paired channels the real part adds up the two products; the imaginary part crosses them.
     lag = inverse(correlation).real
