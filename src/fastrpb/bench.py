@@ -10,8 +10,10 @@ import multiprocessing
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from datetime import datetime, timezone
 from itertools import product
 from pathlib import Path
@@ -178,8 +180,9 @@ def apart(function: Callable, *args: object):
     """`function(*args)` in a fresh process: what ran before leaves no memory behind."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fastrpb.bench"])
-    with context.Pool(1) as pool:
-        return pool.apply(function, args)
+    # Not a Pool: that one waits forever for a process that ran out of memory.
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(function, *args).result()
 
 
 def peak_of(run: Run) -> int:
@@ -210,6 +213,13 @@ def pairs() -> list[dict[str, str]]:
 
 def layer_cost(pair: dict[str, str], n: int) -> tuple[float, int]:
     """Seconds and peak bytes of forward+backward of one attention layer, 8 heads of 32."""
+    _layer_run(pair, 16)()  # load libraries
+    run = _layer_run(pair, n)
+    peak = peak_of(run)  # of the first run: later ones find the memory of earlier ones
+    return medians({"run": run}, repeats=3)["run"], peak
+
+
+def _layer_run(pair: dict[str, str], n: int) -> Run:
     config = ModelConfig(vocab_size=1, max_length=n, pooling="mean", **pair)  # pyright: ignore[reportArgumentType]
     layer = Block(config).attention
     x = torch.randn(1, n, config.dim, requires_grad=True)
@@ -218,11 +228,11 @@ def layer_cost(pair: dict[str, str], n: int) -> tuple[float, int]:
         layer.zero_grad()
         layer(x).sum().backward()
 
-    return medians({"run": run}, repeats=5)["run"], peak_of(run)
+    return run
 
 
-def layer_costs(pair: dict[str, str], patience: float = 20.0) -> dict[str, object]:
-    """A row of the table: costs against the length, as far as a point takes under `patience`."""
+def layer_costs(pair: dict[str, str], patience: float = 3.2) -> dict[str, object]:
+    """A row of the table: costs against the length, as far as a run takes under `patience`."""
     seconds: list[float] = []
     row: dict[str, object] = dict(pair)
     if pair["attention"] == "softmax":
@@ -234,7 +244,8 @@ def layer_costs(pair: dict[str, str], patience: float = 20.0) -> dict[str, objec
         second, peak = apart(layer_cost, pair, n)
         seconds.append(second)
         row |= {f"{n}: ms": 1e3 * second, f"{n}: MB": peak / 1e6}
-    row["time ~ N^"] = _exponent(LENGTHS[: len(seconds)][-3:], seconds[-3:])
+    row["time ~ N^"] = _exponent(LENGTHS[: len(seconds)][-3:], seconds[-3:]) if seconds[1:] else "-"
+    print(*pair.values(), f"up to {LENGTHS[len(seconds) - 1]}", file=sys.stderr)
     return row
 
 
@@ -251,15 +262,17 @@ def crossings(rows: Rows) -> Rows:
     found = []
     for row in rows:
         if row["attention"] == "linear":
-            wins = [n for n in LENGTHS if _less(row[f"{n}: ms"], base[f"{n}: ms"])]
+            wins = [n for n in LENGTHS if _milliseconds(row, n) < _milliseconds(base, n)]
             first = next((n for i, n in enumerate(LENGTHS) if wins == LENGTHS[i:]), "-")
             name = f"{row['features']} + {row['position']}"
             found.append({"pair": name, "faster than softmax from N =": first})
     return found
 
 
-def _less(a: object, b: object) -> bool:
-    return isinstance(a, float) and isinstance(b, float) and a < b
+def _milliseconds(row: dict[str, object], n: int) -> float:
+    """Infinite where the run would have taken too long to measure."""
+    value = row[f"{n}: ms"]
+    return value if isinstance(value, float) else torch.inf
 
 
 def table(rows: Rows) -> str:

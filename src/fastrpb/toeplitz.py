@@ -30,10 +30,13 @@ class _Cost(NamedTuple):
         return dense <= self.launch + heads * length * (columns + 1) * self.transform
 
 
-# CPU: two cores of an AMD EPYC (Zen 4), torch 2.13. `make bench` shows how `auto` does elsewhere.
+# Measured on two cores of an AMD EPYC (Zen 4), torch 2.13, and on an NVIDIA H200, torch 2.11. Other
+# devices take those of the CPU; `make bench` shows how `auto` does.
 _COSTS = {
     ("cpu", torch.float32): _Cost(0.5, 0.0125, 2e5, 1.3),
     ("cpu", torch.float64): _Cost(1.0, 0.04, 2e5, 2.2),
+    ("cuda", torch.float32): _Cost(0.0034, 4.3e-5, 2.7e5, 0.0105),
+    ("cuda", torch.float64): _Cost(0.0036, 4.0e-5, 2.8e5, 0.02),
 }
 
 
@@ -254,7 +257,7 @@ def _use_fft(impl: str, entries: int, length: int, v: Tensor) -> bool:
         return True  # exported for any length
     batch, heads, _, dim = v.shape
     columns = dim * (batch if isinstance(batch, int) else 64)  # exported for any batch: a usual one
-    cost = _COSTS.get((v.device.type, v.dtype), _COSTS["cpu", torch.float32])
+    cost = _COSTS.get((v.device.type, v.dtype), _COSTS["cpu", v.dtype])
     return not cost.prefers_dense(entries, length, heads, columns)
 
 
