@@ -8,8 +8,18 @@ from pathlib import Path
 import fastrpb
 
 ROOT = Path(fastrpb.__file__).parent
-BEFORE_INIT = ["init", "kernels", "toeplitz", "bias", "features", "attention", "positions", "model"]
-ORDER = [*BEFORE_INIT, "__init__", "__main__", "bench", "data", "cli"]
+CORE = [
+    "checks",
+    "init",
+    "kernels",
+    "toeplitz",
+    "bias",
+    "features",
+    "attention",
+    "positions",
+    "model",
+]
+ORDER = [*CORE, "__init__", "__main__", "bench", "data", "cli"]
 
 
 def layer(path: Path) -> str:

@@ -253,6 +253,8 @@ CAUSAL = FastRPB(3, 10, causal=True)
         (lambda: linear_attention(Q[:1], K, V, phi=sikf), ValueError, r"\(1, 3\), \(2, 3\)"),
         (lambda: linear_attention(Q.long(), K, V, phi=sikf), TypeError, "q must.*int64"),
         (lambda: softmax_attention(Q, K, V[0, 0, 0]), ValueError, r"v must.*\(5,\)"),
+        (lambda: linear_attention(Q, K[:, :, :0], V, phi=sikf), ValueError, "k has an empty"),
+        (lambda: softmax_attention(Q, K, V, mask=[True]), TypeError, "mask must be a tensor"),
         (lambda: softmax_attention(Q, K, V, mask=torch.ones(2, 10)), TypeError, "bool.*float32"),
         (
             lambda: softmax_attention(Q, K, V, mask=torch.ones(2, 9, dtype=torch.bool)),

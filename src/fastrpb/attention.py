@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastrpb.checks import check_mask, check_values
 from fastrpb.features import HIDDEN, ExpFeatureMap, FeatureMap
 
 Phi = FeatureMap | ExpFeatureMap
@@ -293,11 +294,7 @@ def _check_phi(phi: object) -> None:
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"{name} must be a floating-point tensor, got {kind}")
-        if x.dim() < 2:
-            raise ValueError(f"{name} must be (batch, heads, length, dim), got {tuple(x.shape)}")
+        check_values(name, x)
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q has dim {q.shape[-1]} and k has {k.shape[-1]}; they must be equal")
     if k.shape[-2] != v.shape[-2]:
@@ -305,13 +302,4 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
     if q.shape[:-2] != k.shape[:-2] or k.shape[:-2] != v.shape[:-2]:
         leads = ", ".join(str(tuple(x.shape[:-2])) for x in (q, k, v))
         raise ValueError(f"(batch, heads) of q, k and v must be equal, got {leads}")
-    if mask is None:
-        return
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask must be bool with True = keep, got {mask.dtype}")
-    wanted = (*k.shape[:-3], k.shape[-2])
-    if mask.shape != wanted:
-        raise ValueError(
-            f"mask must be (batch, keys) = {tuple(wanted)} for k {tuple(k.shape)}, "
-            f"got {tuple(mask.shape)}"
-        )
+    check_mask(mask, (*k.shape[:-3], k.shape[-2]))

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from fastrpb.checks import check_floating, check_mask
 from fastrpb.init import Init, local
 from fastrpb.toeplitz import toeplitz, toeplitz_2d, toeplitz_matmul, toeplitz_matmul_2d
 
@@ -64,6 +65,8 @@ class _Bias(nn.Module, ABC):
             (batch, heads, length, dim) in the dtype of v. Rows of prefix tokens are zero.
         """
         self._check(v, mask)
+        if v.shape[-2] <= self.prefix:
+            raise ValueError(f"v has {v.shape[-2]} tokens, none after the prefix of {self.prefix}")
         if mask is not None:
             v = v.masked_fill(~mask[..., None, :, None], 0)
         y = self._multiply(v[..., self.prefix :, :])
@@ -76,25 +79,13 @@ class _Bias(nn.Module, ABC):
         """
         return nn.functional.pad(self._dense(length - self.prefix), (self.prefix, 0) * 2)
 
-    def _check(self, v: Tensor, mask: Tensor | None) -> None:
-        if not isinstance(v, Tensor):
-            raise TypeError(f"v must be a tensor, got {type(v).__name__}")
+    def _check(self, v: Tensor, mask: Tensor | None = None) -> None:
+        check_floating("v", v)
         if v.dim() < 3 or v.shape[-3] != self.num_heads:
             raise ValueError(
                 f"v must be (batch, {self.num_heads} heads, length, dim), got {tuple(v.shape)}"
             )
-        if v.shape[-2] <= self.prefix:
-            raise ValueError(f"v has {v.shape[-2]} tokens, none after the prefix of {self.prefix}")
-        if mask is None:
-            return
-        if mask.dtype != torch.bool:
-            raise TypeError(f"mask must be bool with True = keep, got {mask.dtype}")
-        wanted = (*v.shape[:-3], v.shape[-2])
-        if mask.shape != wanted:
-            raise ValueError(
-                f"mask must be (batch, length) = {wanted} for v {tuple(v.shape)}, "
-                f"got {tuple(mask.shape)}"
-            )
+        check_mask(mask, (*v.shape[:-3], v.shape[-2]))
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -242,10 +233,7 @@ class FastRPB(_Bias):
     def _check_stream(self, v: Tensor) -> None:
         if not self.causal:
             raise ValueError("only a causal bias can run step by step; pass causal=True")
-        if v.dim() < 3 or v.shape[-3] != self.num_heads:
-            raise ValueError(
-                f"v must be (batch, {self.num_heads} heads, 1, dim), got {tuple(v.shape)}"
-            )
+        self._check(v)
 
     @torch.no_grad()
     def resize(self, max_length: int) -> "FastRPB":

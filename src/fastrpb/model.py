@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fastrpb import init
 from fastrpb.attention import Phi, linear_attention, softmax_attention
 from fastrpb.bias import FastRPB, FastRPB2d, Kind
+from fastrpb.checks import check_mask, check_tensor
 from fastrpb.features import DPFP, FavorPlus, elu1, relu, sikf
 from fastrpb.positions import (
     ALiBi,
@@ -245,7 +246,7 @@ class Encoder(nn.Module):
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         """(batch, length) ids, mask (batch, length) True = keep → (batch, CLS + length, dim)."""
         self._check(tokens, mask)
-        x = self.embedding(tokens)
+        x = self.embedding(tokens.long())
         if self.positions is not None:
             x = x + self.positions(x)
         if self.cls is not None:
@@ -270,14 +271,14 @@ class Encoder(nn.Module):
         return (x * kept).sum(1) / kept.sum(1).clamp(min=1)
 
     def _check(self, tokens: Tensor, mask: Tensor | None) -> None:
+        check_tensor("tokens", tokens)
         if tokens.dim() != 2 or tokens.is_floating_point():
             raise ValueError(
                 f"tokens must be (batch, length) ids, got {tokens.dtype} {tuple(tokens.shape)}"
             )
         if tokens.shape[1] > self.config.max_length:
             raise ValueError(f"{tokens.shape[1]} tokens exceed max_length={self.config.max_length}")
-        if mask is not None and mask.shape != tokens.shape:
-            raise ValueError(f"mask {tuple(mask.shape)} must be as tokens {tuple(tokens.shape)}")
+        check_mask(mask, tuple(tokens.shape))
 
 
 class Classifier(nn.Module):

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from fastrpb.checks import check_floating, check_tensor, check_values
 from fastrpb.kernels.fft import toeplitz_fft
 
 Impl = Literal["auto", "dense", "fft"]
@@ -55,7 +56,7 @@ def toeplitz(w: Tensor, out_length: int | None = None) -> Tensor:
             [-1,  0,  1],
             [-2, -1,  0]])
     """
-    _check_tensor("w", w)
+    check_tensor("w", w)
     if w.dim() < 1:
         raise ValueError("w must have at least one axis, the distances; got a scalar")
     distances = w.shape[-1]
@@ -89,7 +90,7 @@ def toeplitz_2d(w: Tensor, shape: tuple[int, int]) -> Tensor:
     tensor([0., 1., 1., 2.])
     """
     height, width = _check_shape(shape)
-    _check_tensor("w", w)
+    check_tensor("w", w)
     _check_weights_2d(w, height, width)
     if w.dim() == 3:
         rows = w.unfold(1, height, 1).flip(1)  # (heads, H, 2W-1, H): i, dx, k
@@ -128,7 +129,7 @@ def toeplitz_matmul(
     >>> torch.allclose(toeplitz_matmul(w, v), toeplitz(w) @ v, atol=1e-3)
     True
     """
-    _check_values(w, v)
+    _check_pair(w, v)
     n = v.shape[-2]
     m = n if out_length is None else out_length
     if m < 1:
@@ -167,7 +168,7 @@ def toeplitz_matmul_2d(
     True
     """
     height, width = _check_shape(shape)
-    _check_values(w, v)
+    _check_pair(w, v)
     _check_weights_2d(w, height, width)
     if v.shape[-2] != height * width:
         raise ValueError(
@@ -271,22 +272,11 @@ def _compute_dtype(w: Tensor, v: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in (w.dtype, v.dtype) else torch.float32
 
 
-def _check_tensor(name: str, x: object) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-
-
-def _check_values(w: Tensor, v: Tensor) -> None:
-    for name, x in (("w", w), ("v", v)):
-        _check_tensor(name, x)
-        if not x.is_floating_point():
-            raise TypeError(f"{name} must have a floating-point dtype, got {x.dtype}")
+def _check_pair(w: Tensor, v: Tensor) -> None:
+    check_floating("w", w)
+    check_values("v", v)
     if w.device != v.device:
         raise ValueError(f"w is on {w.device} and v on {v.device}; move them to one device")
-    if v.dim() < 2:
-        raise ValueError(f"v must be (..., length, dim), got shape {tuple(v.shape)}")
-    if v.shape[-2] == 0:
-        raise ValueError(f"v has an empty sequence: shape {tuple(v.shape)}")
 
 
 def _broadcast_lead(w: Tensor, heads: torch.Size, v: Tensor) -> torch.Size:

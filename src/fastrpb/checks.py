@@ -1,0 +1,35 @@
+"""What users may pass: each check raises an error that names the argument, with its numbers."""
+
+import torch
+from torch import Tensor
+
+
+def check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
+def check_floating(name: str, x: object) -> None:
+    check_tensor(name, x)
+    if not x.is_floating_point():  # pyright: ignore[reportAttributeAccessIssue]
+        raise TypeError(f"{name} must have a floating-point dtype, got {x.dtype}")  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def check_values(name: str, x: Tensor) -> None:
+    """Vectors along a sequence: (..., length, dim), at least one of them."""
+    check_floating(name, x)
+    if x.dim() < 2:
+        raise ValueError(f"{name} must be (..., length, dim), got shape {tuple(x.shape)}")
+    if x.shape[-2] == 0:
+        raise ValueError(f"{name} has an empty sequence: shape {tuple(x.shape)}")
+
+
+def check_mask(mask: Tensor | None, shape: tuple[int, ...]) -> None:
+    """A mask over tokens, if there is one: bool, True = keep."""
+    if mask is None:
+        return
+    check_tensor("mask", mask)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be bool with True = keep, got {mask.dtype}")
+    if mask.shape != shape:
+        raise ValueError(f"mask must be (batch, length) = {tuple(shape)}, got {tuple(mask.shape)}")
