@@ -98,6 +98,36 @@ def test_masked_keys_do_not_count_even_as_nan(phi, causal):
     assert torch.equal(y, dirty)
 
 
+@causals
+def test_masked_keys_do_not_count_even_as_nan_in_softmax(causal):
+    q, k, v = inputs(30, 30)
+    mask = torch.rand(2, 30) < 0.6
+    hole = ~mask[:, None, :, None]
+    y = softmax_attention(q, k, v, mask=mask, causal=causal)
+    k, v = k.masked_fill(hole, torch.nan), v.masked_fill(hole, torch.inf)
+    torch.testing.assert_close(softmax_attention(q, k, v, mask=mask, causal=causal), y)
+
+
+@causals
+def test_softmax_gradients(causal):
+    mask = torch.rand(2, 20) < 0.7
+    mask[:, 0] = True
+    logits = torch.randn(3, 20, 20)
+    assert_same_gradients(
+        lambda q, k, v: softmax_attention(q, k, v, mask=mask, causal=causal, logits=logits),
+        lambda q, k, v: softmax_definition(q, k, v, mask, causal, logits),
+        *inputs(20, 20),
+    )
+
+
+def test_mixed_dtypes_compute_in_the_widest():
+    q, k, v = inputs(70, 70)
+    y = linear_attention(q.double(), k.half(), v, phi=sikf, causal=True)
+    assert y.dtype == torch.float32
+    wanted = linear_attention_weights(q.double(), k.half().double(), phi=sikf, causal=True)
+    torch.testing.assert_close(y.double(), wanted @ v.double(), rtol=1e-5, atol=1e-6)
+
+
 @phis
 @causals
 def test_a_row_that_sees_nothing_gives_zeros(phi, causal):
@@ -255,6 +285,28 @@ CAUSAL = FastRPB(3, 10, causal=True)
         (lambda: softmax_attention(Q, K, V[0, 0, 0]), ValueError, r"v must.*\(5,\)"),
         (lambda: linear_attention(Q, K[:, :, :0], V, phi=sikf), ValueError, "k has an empty"),
         (lambda: softmax_attention(Q, K, V, mask=[True]), TypeError, "mask must be a tensor"),
+        (lambda: softmax_attention(Q.half(), K, V), TypeError, "one dtype.*float16"),
+        (
+            lambda: softmax_attention(Q, K, V, logits=torch.randn(3, 9, 9)),
+            ValueError,
+            r"\(3, 9, 9\).*\(2, 3, 10, 10\)",
+        ),
+        (lambda: softmax_attention(Q, K, V, logits=[1]), TypeError, "logits must be a tensor"),
+        (lambda: linear_attention(Q[0, 0], K[0, 0], V[0, 0], phi=sikf), ValueError, r"\(10, 8\)"),
+        (lambda: linear_attention_weights(Q, K, phi=None), TypeError, "feature map"),
+        (lambda: linear_attention_init_state(K.int(), V, phi=sikf), TypeError, "int32"),
+        (
+            lambda: linear_attention_step(
+                Q[:1, :, :1],
+                K[:1, :, :1],
+                V[:1, :, :1],
+                linear_attention_init_state(K, V, phi=sikf),
+                phi=sikf,
+            ),
+            ValueError,
+            r"state \(2, 3, 8, 6\).*\(1, 3, 1, 5\)",
+        ),
+        (lambda: CAUSAL.step(V[:1, :, :1], CAUSAL.init_state(V)), ValueError, r"\(1, 3, 1, 5\)"),
         (lambda: softmax_attention(Q, K, V, mask=torch.ones(2, 10)), TypeError, "bool.*float32"),
         (
             lambda: softmax_attention(Q, K, V, mask=torch.ones(2, 9, dtype=torch.bool)),

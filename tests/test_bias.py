@@ -130,6 +130,14 @@ def test_normal_init():
     assert abs(w.mean()) < 0.01
 
 
+def test_inits_are_written_as_they_are():
+    """No module rescales what an init wrote; local itself knows of the additive bias's copies."""
+    for kind in ("additive", "full"):
+        w = FastRPB2d(64, 28, 28, kind=kind, init=init.normal(0.3)).w
+        assert abs(w.std() - 0.3) < 0.02
+    torch.testing.assert_close(FastRPB2d(4, 8, 28).w.norm(dim=-1), torch.full((4,), 1 / 6))
+
+
 def test_local_init_is_unit_and_reaches_from_shortest_to_longest():
     rpb = FastRPB(5, 4000, init=init.local(1, 256))
     torch.testing.assert_close(rpb.w.norm(dim=-1), torch.ones(5))
@@ -235,6 +243,9 @@ V = torch.randn(2, 3, 10, 4)
         (lambda: FastRPB(3, 10, prefix=-1), ValueError, "prefix=-1"),
         (lambda: FastRPB(3, 10, causal=True, symmetric=True), ValueError, "causal.*symmetric"),
         (lambda: FastRPB(3, 10, init=init.local(2, 1)), ValueError, "shortest.*2 and 1"),
+        (lambda: FastRPB(3, 10, init=init.local), TypeError, r"local\(\) takes"),
+        (lambda: FastRPB(3, 10, prefix=3).matrix(2), ValueError, "length 2 .*prefix of 3"),
+        (lambda: FastRPB(3.0, 10), TypeError, "num_heads.*3.0"),
         (lambda: FastRPB(3, 9)(V), ValueError, "length 10 .*max_length=9"),
         (lambda: FastRPB(3, 9).matrix(10), ValueError, "length 10 .*max_length=9"),
         (lambda: FastRPB(3, 9).matrix(0), ValueError, "length 0 "),

@@ -17,6 +17,20 @@ def test_elementwise_maps_by_their_formulas():
     assert torch.equal(sikf.log_features(X), X)
 
 
+def test_elu1_does_not_cancel():
+    x = torch.tensor([-10.0, -18.0, -50.0, -80.0])
+    torch.testing.assert_close(elu1.features(x), x.exp(), rtol=1e-6, atol=0)
+
+
+def test_features_of_half_precision_inputs():
+    q, k = torch.randn(2, 2, 3, 5, 8).half()
+    mask = torch.rand(2, 5) < 0.5
+    phi_q, phi_k = sikf(q, k, mask)
+    assert phi_q.isfinite().all()
+    assert torch.equal(phi_k == 0, ~mask[:, None, :, None].expand_as(phi_k))
+    assert linear_attention_weights(q, k, phi=sikf, causal=True).isfinite().all()
+
+
 def test_dpfp_entry_by_entry():
     x = torch.randn(7, 4)
     r = torch.cat([x, -x], -1).clamp(min=0)

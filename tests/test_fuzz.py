@@ -9,9 +9,15 @@ import random
 import torch
 
 from fastrpb import (
+    DPFP,
     FastRPB,
     FastRPB2d,
+    elu1,
     init,
+    linear_attention,
+    linear_attention_weights,
+    relu,
+    sikf,
     toeplitz,
     toeplitz_2d,
     toeplitz_matmul,
@@ -130,6 +136,36 @@ class Fuzzer:
             )
         assert_product(rpb(v, mask), matrix, kept, 4 * (prefix + length))
 
+    def call_attention(self) -> None:
+        m, n, dim = self.size(90), self.size(90), self.size(5)
+        lead = self.size(3), self.size(3)
+        q, k = self.tensor(*lead, m, dim), self.tensor(*lead, n, dim)
+        v = self.tensor(*lead, n, self.size(5))
+        causal = self.random.random() < 0.5
+        phi = self.random.choice([sikf, elu1, relu, DPFP(1)])
+        mask = None
+        if self.random.random() < 0.5:
+            mask = torch.rand(lead[0], n, generator=self.generator) < 0.7
+        exact = (
+            linear_attention_weights(q.double(), k.double(), phi=phi, mask=mask, causal=causal)
+            @ v.double()
+        )
+        if self.wrong:
+            q, k, v, mask = self.random.choice(
+                [
+                    (q.long(), k, v, mask),
+                    (q, torch.cat([k, k], -1), v, mask),
+                    (q, k, torch.cat([v, v], -2), mask),
+                    (q, k[..., :0, :], v[..., :0, :], None),
+                    (q[0, 0], k[0, 0], v[0, 0], None),
+                    (q, k, v, torch.ones(lead[0], n)),
+                ]
+            )
+        y = linear_attention(q, k, v, phi=phi, mask=mask, causal=causal)
+        assert y.dtype == v.dtype
+        eps = torch.finfo(v.dtype).eps + 1e-4  # DPFP's denominators can be tiny
+        assert ((y.double() - exact).norm() <= eps * (1 + exact.norm())).all()
+
 
 def refusal(call) -> Exception | None:
     """The error by which a call was refused, if it was."""
@@ -143,7 +179,9 @@ def refusal(call) -> Exception | None:
 def test_random_calls():
     for seed in range(CALLS):
         fuzzer = Fuzzer(seed)
-        call = fuzzer.random.choice([fuzzer.call_1d, fuzzer.call_2d, fuzzer.call_module])
+        call = fuzzer.random.choice(
+            [fuzzer.call_1d, fuzzer.call_2d, fuzzer.call_module, fuzzer.call_attention]
+        )
         try:
             error = refusal(call)
         except Exception as error:

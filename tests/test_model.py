@@ -102,7 +102,13 @@ def test_language_model_is_causal(attention, position):
 def test_pair_classifier_shares_its_encoder():
     model = PairClassifier(config())
     (a, mask_a), (b, mask_b) = batch(), batch()
-    assert model(a, b, mask_a, mask_b).shape == (4, 3)
+    logits = model(a, b, mask_a, mask_b)
+    assert logits.shape == (4, 3)
+    other_a, other_b = (a + 1) % 11, (b + 1) % 11
+    for changed in ((other_a, b), (a, other_b)):
+        assert (model(*changed, mask_a, mask_b) - logits).abs().max() > 1e-6
+    for x, y in ((torch.where(mask_a, a, other_a), b), (a, torch.where(mask_b, b, other_b))):
+        torch.testing.assert_close(model(x, y, mask_a, mask_b), logits)
     sizes = [layer.out_features for layer in model.head if isinstance(layer, torch.nn.Linear)]
     assert sizes == [64, 32, 3]
     assert sum(name.startswith("encoder.embedding") for name in model.state_dict()) == 1
@@ -230,6 +236,26 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
         load_model(path)
 
 
+def test_wrapped_models_are_not_saved_unreadably(tmp_path):
+    model = Classifier(config())
+    for wrong in (torch.compile(model), model.encoder):
+        with pytest.raises(TypeError, match="save one of Classifier"):
+            save_model(wrong, tmp_path / "model.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_favor_features_differ_by_layer_and_follow_the_seed():
+    torch.manual_seed(1)
+    first, second = (
+        block.attention.attend.phi.projection
+        for block in Classifier(config(features="favor")).encoder.blocks
+    )
+    assert not torch.equal(first, second)
+    torch.manual_seed(1)
+    again = Classifier(config(features="favor")).encoder.blocks[0].attention.attend.phi.projection
+    assert torch.equal(first, again)
+
+
 def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "model.safetensors"
     save_model(Classifier(config()), path)
@@ -258,8 +284,13 @@ def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
         ({"filters": 0}, "filters=0"),
         ({"position": "fastrpb2d", "image": None}, "needs image"),
         ({"position": "fastrpb2d", "image": (5, 5)}, "5×5 has 25 pixels, but max_length=24"),
-        ({"position": "fastrpb2d", "causal": True}, "cannot be causal"),
+        ({"position": "fastrpb2d", "causal": True, "pooling": "mean"}, "cannot be causal"),
         ({"layers": 0}, "layers=0"),
+        ({"qkv_dim": 0}, "width=0"),
+        ({"mlp_dim": 0}, "mlp=0"),
+        ({"kernel_size": 0}, "kernel_size=0"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"causal": True}, "CLS token comes first and sees nothing"),
         ({"max_length": 0}, "max_length=0"),
     ],
 )

@@ -43,8 +43,33 @@ def test_rope_scores_depend_on_the_distance_only():
     assert scores[0, 0, 0].std() > 0.1
     torch.testing.assert_close(a.norm(dim=-1), q.norm(dim=-1))
     assert torch.equal(a[:, :, 0], q[:, :, 0])
-    with pytest.raises(ValueError, match="dim=7 is odd"):
+    with pytest.raises(ValueError, match="one even dim; they have 7 and 7"):
         RoPE()(torch.randn(1, 1, 3, 7), torch.randn(1, 1, 3, 7))
+
+
+def test_rope_and_sines_stay_exact_far_out():
+    q = torch.ones(1, 1, 5000, 2, dtype=torch.float64)
+    angle = torch.arange(5000, dtype=torch.float64)
+    wanted = torch.stack([angle.cos() - angle.sin(), angle.sin() + angle.cos()], -1)
+    torch.testing.assert_close(RoPE()(q, q)[0][0, 0], wanted)
+    table = SinusoidalPositions(65536, 2)(torch.randn(1, 65536, 2))
+    torch.testing.assert_close(table[-1, 0], torch.tensor(math.sin(65535)), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: T5Bias(3, num_buckets=2), "num_buckets=2"),
+        (lambda: T5Bias(3, max_distance=8), "max_distance=8"),
+        (lambda: ALiBi(0), "num_heads=0"),
+        (lambda: SineSPE(2, 3, num_realizations=0), "num_realizations=0"),
+        (lambda: ConvSPE(2, 3, kernel_size=0), "kernel_size=0"),
+        (lambda: ALiBi(3)(torch.randn(1, 3, 5, 4), torch.randn(1, 3, 6, 4)), "one length"),
+    ],
+)
+def test_bad_input(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
 
 
 SPES = [

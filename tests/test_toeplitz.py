@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 from fastrpb import toeplitz, toeplitz_2d, toeplitz_matmul, toeplitz_matmul_2d
+from fastrpb.kernels.fft import _CHUNK_BYTES, _CHUNK_SIGNALS, _chunks
 from oracles import assert_product, assert_same_gradients
 
 LENGTHS = [1, 2, 3, 7, 63, 64, 127, 784, 1000]
@@ -205,6 +206,20 @@ def test_more_work_than_one_chunk():
         torch.testing.assert_close(y[:, :, few].double(), rows @ v.double(), rtol=1e-3, atol=5e-3)
 
 
+@pytest.mark.parametrize(
+    "shape", [(3, 5, 7, 9000), (70, 3, 65, 300), (1, 2, 14, 200_000), (1, 1, 1, 2)]
+)
+def test_chunks_are_small_and_cover_everything_once(shape):
+    signals = torch.zeros(1, dtype=torch.complex64).expand(shape)
+    seen = torch.zeros(shape[:3], dtype=torch.int)
+    size = 2 * shape[-1]
+    for chunk in _chunks(signals, size):
+        seen[chunk] += 1
+        count = seen[chunk].numel()
+        assert count <= _CHUNK_SIGNALS or count * size * 8 <= _CHUNK_BYTES["cpu"][1]
+    assert (seen == 1).all()
+
+
 def test_gradients_of_more_work_than_one_chunk():
     w = torch.randn(3, 599, requires_grad=True)
     v = torch.randn(70, 3, 300, 130, requires_grad=True)
@@ -263,11 +278,11 @@ def test_nan_weights_propagate(impl):
     assert y[:, 1].isfinite().all()
 
 
-@pytest.mark.parametrize("impl", ["dense", "fft"])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_empty_batch_heads_and_dim(impl):
     for lead, dim in (((0, 3), 4), ((2, 3), 0), ((0,), 4)):
-        w = torch.randn(*lead[-1:], 99, requires_grad=True)
-        v = torch.randn(*lead, 50, dim, requires_grad=True)
+        w = torch.randn(*lead[-1:], 1999, requires_grad=True)
+        v = torch.randn(*lead, 1000, dim, requires_grad=True)
         y = toeplitz_matmul(w, v, impl=impl)
         assert y.shape == v.shape
         y.sum().backward()
@@ -342,6 +357,7 @@ W, V = torch.randn(3, 9), torch.randn(2, 3, 5, 4)
         (lambda: toeplitz_matmul(W[:, 1:], V), ValueError, r"9 distances.*\(3, 8\)"),
         (lambda: toeplitz_matmul(W, V, out_length=6), ValueError, "10 distances.*6 outputs over 5"),
         (lambda: toeplitz_matmul(W, V, out_length=0), ValueError, "out_length=0"),
+        (lambda: toeplitz_matmul(W, V, out_length=5.0), TypeError, "out_length.*5.0"),
         (lambda: toeplitz_matmul(W[:2], V), ValueError, r"heads.*\(2,\).*\(2, 3\)"),
         (lambda: toeplitz_matmul(W, V[:, :, :0]), ValueError, r"empty sequence.*\(2, 3, 0, 4\)"),
         (lambda: toeplitz_matmul(W, V.long()), TypeError, "v must.*int64"),

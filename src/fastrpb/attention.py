@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrpb.checks import check_mask, check_values
+from fastrpb.checks import check_floating, check_mask, check_values, compute_dtype
 from fastrpb.features import HIDDEN, ExpFeatureMap, FeatureMap
 
 Phi = FeatureMap | ExpFeatureMap
@@ -41,14 +41,20 @@ def softmax_attention(
     torch.Size([2, 4, 10, 8])
     """
     _check(q, k, v, mask)
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if mask is None and logits is None:
         return torch.nn.functional.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=causal
         )
     visible = _visible(q, k, mask, causal)
+    if mask is not None:  # a weight of 0 times NaN would be NaN
+        hidden = ~mask[..., None, :, None]
+        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
     if logits is None:
         attn_mask = visible
     else:
+        _check_logits(logits, q, k)
         attn_mask = logits.to(q.dtype)
         if visible is not None:
             attn_mask = attn_mask.masked_fill(~visible, -torch.inf)
@@ -65,6 +71,8 @@ def linear_attention_weights(
 
     `linear_attention(q, k, v, ...) == linear_attention_weights(q, k, ...) @ v`; for tests, plots.
     """
+    _check(q, k, k, mask)
+    _check_phi(phi)
     visible = _visible(q, k, mask, causal)
     if isinstance(phi, ExpFeatureMap):
         log_q, log_k = phi.logs(q, k)
@@ -109,7 +117,7 @@ def linear_attention(
     _check_phi(phi)
     dtype = v.dtype
     with torch.autocast(v.device.type, enabled=False):
-        q, k, v = (_at_least_float32(x) for x in (q, k, v))
+        q, k, v = _widened(q, k, v)
         values = _with_ones(v, mask)
         if not causal:
             phi_q, phi_k = phi(q, k, mask)
@@ -129,7 +137,8 @@ class LinearState(NamedTuple):
 def linear_attention_init_state(k: Tensor, v: Tensor, *, phi: Phi) -> LinearState:
     """The state before the first token; k and v (batch, heads, ..., dim) only give the sizes."""
     _check_phi(phi)
-    k = _at_least_float32(k[..., :1, :])
+    _check(k, k, v, None)
+    k, v = _widened(k[..., :1, :], v)
     features = phi.log_features(k) if isinstance(phi, ExpFeatureMap) else phi.features(k)
     lead, count = features.shape[:-2], features.shape[-1]
     return LinearState(
@@ -161,13 +170,17 @@ def linear_attention_step(
     _check(q, k, v, None)
     if q.shape[-2] != 1 or k.shape[-2] != 1:
         raise ValueError(f"a step takes one token, got {q.shape[-2]} queries, {k.shape[-2]} keys")
+    if state.sums.shape[:-2] != v.shape[:-2] or state.sums.shape[-1] != v.shape[-1] + 1:
+        raise ValueError(
+            f"the state {tuple(state.sums.shape)} is not of a stream like v {tuple(v.shape)}"
+        )
     dtype = v.dtype
     with torch.autocast(v.device.type, enabled=False):
-        q, k, v = (_at_least_float32(x) for x in (q, k, v))
+        q, k, v = _widened(q, k, v)
         values = _with_ones(v, None)
         if isinstance(phi, ExpFeatureMap):
             log_q, log_k = phi.logs(q, k)
-            sums, shift = _merge(state.sums, state.shift, values, log_k.mT)
+            sums, shift = _add(*state, values.expand_as(state.sums), log_k.mT)
             log_q = log_q + shift.mT
             phi_q = torch.exp(log_q - log_q.amax(-1, keepdim=True))
         else:
@@ -251,11 +264,6 @@ def _add(a: Tensor, shift_a: Tensor, b: Tensor, shift_b: Tensor) -> tuple[Tensor
     return a * torch.exp(shift_a - shift) + b * torch.exp(shift_b - shift), shift
 
 
-def _merge(sums: Tensor, shift: Tensor, values: Tensor, log_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Add one key's exp(log_k)·values to the sums."""
-    return _add(sums, shift, values.expand_as(sums), log_k)
-
-
 def _with_ones(v: Tensor, mask: Tensor | None) -> Tensor:
     """[v, 1], so that one product gives numerator and denominator; zero where masked."""
     values = torch.nn.functional.pad(v, (0, 1), value=1.0)
@@ -271,8 +279,9 @@ def _pad_length(x: Tensor, length: int, value: float) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[-2]), value=value)
 
 
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    dtype = compute_dtype(*tensors)
+    return tuple(x.to(dtype) for x in tensors)
 
 
 def _visible(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
@@ -287,6 +296,16 @@ def _visible(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor 
     return visible
 
 
+def _check_logits(logits: Tensor, q: Tensor, k: Tensor) -> None:
+    check_floating("logits", logits)
+    shape = (*q.shape[:-1], k.shape[-2])
+    if logits.dim() > len(shape) or any(
+        size not in (1, full)
+        for size, full in zip(reversed(logits.shape), reversed(shape), strict=False)
+    ):
+        raise ValueError(f"logits {tuple(logits.shape)} must broadcast to {tuple(shape)}")
+
+
 def _check_phi(phi: object) -> None:
     if not isinstance(phi, Phi):
         raise TypeError(f"phi must be a feature map such as fastrpb.sikf, got {phi!r}")
@@ -295,6 +314,8 @@ def _check_phi(phi: object) -> None:
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_values(name, x)
+        if x.dim() < 3:
+            raise ValueError(f"{name} must be (batch, heads, length, dim), got {tuple(x.shape)}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q has dim {q.shape[-1]} and k has {k.shape[-1]}; they must be equal")
     if k.shape[-2] != v.shape[-2]:

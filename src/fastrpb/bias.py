@@ -16,11 +16,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fastrpb.checks import check_floating, check_mask
+from fastrpb.checks import check_floating, check_mask, check_size, compute_dtype
 from fastrpb.init import Init, local
 from fastrpb.toeplitz import toeplitz, toeplitz_2d, toeplitz_matmul, toeplitz_matmul_2d
 
 Kind = Literal["additive", "full"]
+
+_BLOCK = 64  # tokens of a stream that are summed directly: below, products cost more than they save
 
 
 class _Bias(nn.Module, ABC):
@@ -30,8 +32,7 @@ class _Bias(nn.Module, ABC):
 
     def __init__(self, num_heads: int, prefix: int, init: Init):
         super().__init__()
-        if num_heads < 1:
-            raise ValueError(f"num_heads={num_heads} must be at least 1")
+        check_size("num_heads", num_heads)
         if prefix < 0:
             raise ValueError(f"prefix={prefix} must not be negative")
         self.num_heads = num_heads
@@ -77,6 +78,8 @@ class _Bias(nn.Module, ABC):
 
         Returns (heads, length, length): for plots and tests.
         """
+        if length <= self.prefix:
+            raise ValueError(f"length {length} has no tokens after the prefix of {self.prefix}")
         return nn.functional.pad(self._dense(length - self.prefix), (self.prefix, 0) * 2)
 
     def _check(self, v: Tensor, mask: Tensor | None = None) -> None:
@@ -140,8 +143,7 @@ class FastRPB(_Bias):
         init: Init = local(),  # noqa: B008  (a function, not state)
     ):
         super().__init__(num_heads, prefix, init)
-        if max_length < 1:
-            raise ValueError(f"max_length={max_length} must be at least 1")
+        check_size("max_length", max_length)
         if causal and symmetric:
             raise ValueError("a causal bias has no future to be symmetric with; choose one of both")
         self.max_length = max_length
@@ -158,7 +160,7 @@ class FastRPB(_Bias):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         distance = torch.tensor(self._distances(), dtype=self.w.dtype, device=self.w.device).abs()
-        self.init(self.w, distance)
+        self.init(self.w, distance, 1)
 
     def weights(self, length: int) -> Tensor:
         """W for `length` positions: (heads, 2·length-1), the distances -(length-1)..length-1."""
@@ -184,19 +186,19 @@ class FastRPB(_Bias):
         Takes the memory of two sequences of `max_length`: the values so far and the sums to come.
         """
         self._check_stream(v)
-        history = v.new_zeros(*v.shape[:-2], self.max_length, v.shape[-1])
-        double = torch.float64 in (v.dtype, self.w.dtype)
-        pending = torch.zeros_like(history, dtype=torch.float64 if double else torch.float32)
-        return BiasState(history, pending)
+        shape = *v.shape[:-2], self.max_length, v.shape[-1]
+        dtype = compute_dtype(self.w, v)
+        return BiasState(v.new_zeros(shape, dtype=dtype), v.new_zeros(shape, dtype=dtype))
 
     @torch.no_grad()
     def step(self, v: Tensor, state: "BiasState") -> tuple[Tensor, "BiasState"]:
         """The next output of a causal bias for the next v (batch, heads, 1, dim).
 
-        O(log² N) products a token on average, against O(N) for the sum over the history: after
-        token t, the last b tokens (b the largest power of two that divides t) give their share to
-        the next b outputs in one product. Every pair of tokens is in exactly one such product. The
-        state is changed in place; no gradients.
+        O(log² N) time a token on average, against O(N) for the sum over the history. After token
+        t, the last b tokens (b the largest power of two that divides t, if it is at least 64) give
+        their share to the next b outputs in one product; the tokens since the last multiple of 64
+        are summed directly. Every pair of tokens counts once. The state is changed in place; no
+        gradients.
 
         >>> rpb, v = FastRPB(4, 100, causal=True), torch.randn(2, 4, 100, 8)
         >>> state, ys = rpb.init_state(v), []
@@ -209,26 +211,30 @@ class FastRPB(_Bias):
         self._check_stream(v)
         if v.shape[-2] != 1:
             raise ValueError(f"a step takes one token, got {v.shape[-2]}")
-        if state.tokens < self.prefix:
-            state.tokens += 1
-            return torch.zeros_like(v), state
-        t, n = state.tokens - self.prefix, self.max_length
+        history, pending, n = state.history, state.pending, self.max_length
+        if history.shape[:-2] != v.shape[:-2] or history.shape[-1] != v.shape[-1]:
+            raise ValueError(
+                f"the state is of a stream like {tuple(history.shape)}, v is {tuple(v.shape)}"
+            )
+        t = state.tokens - self.prefix
         if t == n:
             raise ValueError(f"the stream is longer than max_length={n}; see resize()")
-        here = state.pending[..., t : t + 1, :]
-        y = (here + self.w[:, n - 1 :, None] * v).to(v.dtype)
-        state.history[..., t : t + 1, :] = v
         state.tokens += 1
+        if t < 0:
+            return torch.zeros_like(v), state
+        history[..., t : t + 1, :] = v
         t += 1
+        first = (t - 1) // _BLOCK * _BLOCK
+        near = self.w[:, None, n - (t - first) :].to(history.dtype) @ history[..., first:t, :]
+        y = pending[..., t - 1 : t, :] + near
         block = t & -t
         outputs = min(block, n - t)
-        if outputs:
+        if block >= _BLOCK and outputs:
             weights = self.w[:, n - block - outputs : n - 1]
-            share = state.history[..., t - block : t, :].to(state.pending.dtype)
-            state.pending[..., t : t + outputs, :] += toeplitz_matmul(
-                weights, share, out_length=outputs
+            pending[..., t : t + outputs, :] += toeplitz_matmul(
+                weights, history[..., t - block : t, :], out_length=outputs
             )
-        return y, state
+        return y.to(v.dtype), state
 
     def _check_stream(self, v: Tensor) -> None:
         if not self.causal:
@@ -256,9 +262,10 @@ class FastRPB(_Bias):
         return new
 
     def _mismatch(self, saved: torch.Size) -> str:
-        length = saved[-1] if self.causal or self.symmetric else (saved[-1] + 1) / 2
+        heads, count = saved if len(saved) == 2 else (0, 0)
+        length = count if self.causal or self.symmetric else (count + 1) // 2
         return (
-            f"the saved weights {tuple(saved)} are of {saved[0]} heads and max_length={length:g}, "
+            f"the saved weights {tuple(saved)} are of {heads} heads and max_length={length}, "
             f"this bias has {self.num_heads} heads and max_length={self.max_length}; load them "
             "into a FastRPB of their own size and resize() it"
         )
@@ -273,8 +280,8 @@ class FastRPB(_Bias):
 class BiasState:
     """What a causal FastRPB remembers of a stream."""
 
-    history: Tensor  # (batch, heads, max_length, dim): the values so far
-    pending: Tensor  # the same, float32 or float64: what they have given to later outputs
+    history: Tensor  # (batch, heads, max_length, dim), float32 or float64: the values so far
+    pending: Tensor  # the same: what they have given to later outputs
     tokens: int = 0
 
 
@@ -319,10 +326,10 @@ class FastRPB2d(_Bias):
         self.height = height
         self.width = width
         self.kind: Kind = kind
-        self.w = nn.Parameter(torch.empty(num_heads, *self._distance().shape))
+        self.w = nn.Parameter(torch.empty(num_heads, *self._reach().shape))
         self.reset_parameters()
 
-    def _distance(self) -> Tensor:
+    def _reach(self) -> Tensor:
         """How far apart the pixels of every stored weight are."""
         if self.kind == "additive":
             n = max(self.height, self.width)
@@ -333,10 +340,8 @@ class FastRPB2d(_Bias):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        self.init(self.w, self._distance().to(self.w))
-        if self.kind == "additive":
-            # Every w_d stands for a whole row and a whole column of pixels: keep the size of W.
-            self.w /= (self.height + self.width) ** 0.5
+        copies = self.height + self.width if self.kind == "additive" else 1
+        self.init(self.w, self._reach().to(self.w), copies)
 
     def _dense(self, length: int) -> Tensor:
         self._check_length(length)

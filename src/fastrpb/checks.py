@@ -24,6 +24,19 @@ def check_values(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} has an empty sequence: shape {tuple(x.shape)}")
 
 
+def check_size(name: str, size: object) -> None:
+    if isinstance(size, bool) or not isinstance(size, int | torch.SymInt):
+        raise TypeError(f"{name} must be a whole number, got {size!r}")
+    if size < 1:
+        raise ValueError(f"{name}={size} must be at least 1")
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """What to compute in: float64 where any tensor has it, else float32."""
+    double = any(x.dtype == torch.float64 for x in tensors)
+    return torch.float64 if double else torch.float32
+
+
 def check_mask(mask: Tensor | None, shape: tuple[int, ...]) -> None:
     """A mask over tokens, if there is one: bool, True = keep."""
     if mask is None:

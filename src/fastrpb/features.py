@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from fastrpb.checks import check_size, compute_dtype
+
 Features = tuple[Tensor, Tensor]
 
 # The logarithm of the features of a key that does not count: below any real one, yet finite, so
@@ -49,10 +51,11 @@ class ExpFeatureMap(ABC):
 
     def logs(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Features:
         """(log φ(q), log φ(k)); keys that the mask (batch, N) hides are below all others."""
-        log_k = self.log_features(k)
+        dtype = compute_dtype(q, k)  # HIDDEN is beyond half precision
+        log_k = self.log_features(k.to(dtype))
         if mask is not None:
             log_k = log_k.masked_fill(~mask[..., None, :, None], HIDDEN)
-        return self.log_features(q), log_k
+        return self.log_features(q.to(dtype)), log_k
 
     def __call__(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Features:
         """(φ(q), φ(k)) up to a factor for each query, which a normalised attention cancels.
@@ -81,7 +84,8 @@ class ELU1(FeatureMap):
     """φ(x) = ELU(x) + 1 (Katharopoulos et al. 2020)."""
 
     def features(self, x: Tensor) -> Tensor:
-        return nn.functional.elu(x) + 1
+        # Not elu(x) + 1, which cancels to zero below -17 in float32.
+        return x.clamp(max=0).exp() + nn.functional.relu(x)
 
 
 class ReLU(FeatureMap):
@@ -104,8 +108,7 @@ class DPFP(FeatureMap):
     """
 
     def __init__(self, nu: int = 1):
-        if nu < 1:
-            raise ValueError(f"nu={nu} must be at least 1")
+        check_size("nu", nu)
         self.nu = nu
 
     def features(self, x: Tensor) -> Tensor:
@@ -137,8 +140,8 @@ class FavorPlus(nn.Module, ExpFeatureMap):
 
     def __init__(self, dim: int, num_features: int, *, seed: int = 0):
         super().__init__()
-        if dim < 1 or num_features < 1:
-            raise ValueError(f"dim={dim} and num_features={num_features} must be at least 1")
+        check_size("dim", dim)
+        check_size("num_features", num_features)
         self.dim = dim
         self.num_features = num_features
         self.register_buffer("projection", torch.empty(num_features, dim))
@@ -152,11 +155,12 @@ class FavorPlus(nn.Module, ExpFeatureMap):
         """Draw other features, the same ones for the same seed on every device."""
         generator = torch.Generator().manual_seed(seed)
         blocks = -(-self.num_features // self.dim)
-        normal = torch.randn(blocks, self.dim, self.dim, generator=generator)
+        normal = torch.randn(blocks, self.dim, self.dim, generator=generator, device="cpu")
         q, r = torch.linalg.qr(normal)
         # With the signs of R, the Q of a normal matrix is any orthogonal one with equal chance.
         rows = (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).flatten(0, 1)
-        lengths = torch.randn(self.num_features, self.dim, generator=generator).norm(dim=-1)
+        other = torch.randn(self.num_features, self.dim, generator=generator, device="cpu")
+        lengths = other.norm(dim=-1)
         self.projection.copy_(rows[: self.num_features] * lengths[:, None])
 
     def log_features(self, x: Tensor) -> Tensor:

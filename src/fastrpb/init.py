@@ -1,7 +1,8 @@
 """Initial values for the weights of a bias. They decide accuracy more than anything else.
 
-An init is a function `init(w, distance)` that fills `w` (heads, ...) in place, given the length
-`distance` (...) of every relative distance, in tokens (in pixels for a 2D bias).
+An init is a function `init(w, distance, copies)` that fills `w` (heads, ...) in place. `distance`
+(...) is how far every relative distance reaches, in tokens (in pixels for a 2D bias); `copies` is
+how often a weight stands in a row of W: once, but for the additive 2D bias.
 """
 
 from collections.abc import Callable
@@ -10,10 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-Init = Callable[[Tensor, Tensor], object]
+Init = Callable[[Tensor, Tensor, int], object]
 
 
-def zero(w: Tensor, distance: Tensor) -> None:
+def zero(w: Tensor, distance: Tensor, copies: int) -> None:
     """W = 0: the bias adds nothing yet, so a trained model that gets one is unchanged.
 
     >>> from fastrpb import FastRPB
@@ -31,7 +32,7 @@ def normal(std: float = 0.02) -> Init:
 
 
 def local(shortest: float = 1.0, longest: float = 16.0) -> Init:
-    """w_d ~ N(0, 1)·exp(-|d|/s_h), then ‖w_h‖ = 1: random filters that look at the neighbourhood.
+    """w_d ~ N(0, 1)·exp(-|d|/s_h), then rows of W of norm 1: random filters of the neighbourhood.
 
     The scales s_h of the heads are spread from `shortest` to `longest` tokens, evenly in the
     logarithm. Broad random filters overfit; local ones learn.
@@ -46,13 +47,13 @@ def local(shortest: float = 1.0, longest: float = 16.0) -> Init:
     return partial(_local, shortest=shortest, longest=longest)
 
 
-def _normal(w: Tensor, distance: Tensor, std: float) -> None:
+def _normal(w: Tensor, distance: Tensor, copies: int, std: float) -> None:
     w.normal_(0.0, std)
 
 
-def _local(w: Tensor, distance: Tensor, shortest: float, longest: float) -> None:
+def _local(w: Tensor, distance: Tensor, copies: int, shortest: float, longest: float) -> None:
     heads = torch.linspace(0, 1, w.shape[0], dtype=w.dtype, device=w.device)
     scale = shortest * (longest / shortest) ** heads
     decay = torch.exp(-distance / scale.view(-1, *[1] * distance.dim()))
     w.normal_().mul_(decay)
-    w /= torch.linalg.vector_norm(w, dim=tuple(range(1, w.dim())), keepdim=True)
+    w /= torch.linalg.vector_norm(w, dim=tuple(range(1, w.dim())), keepdim=True) * copies**0.5

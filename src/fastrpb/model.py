@@ -1,6 +1,6 @@
 """Models: attention layer, pre-LN block, encoder, and the heads of the paper's tasks.
 
-A `ModelConfig` names the parts; `_attend`, `_rotation` and `_bias` make objects of its words, once.
+A `ModelConfig` names the parts; `_attend`, `_encoding` and `_bias` make objects of its words, once.
 """
 
 import json
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fastrpb import init
 from fastrpb.attention import Phi, linear_attention, softmax_attention
 from fastrpb.bias import FastRPB, FastRPB2d, Kind
-from fastrpb.checks import check_mask, check_tensor
+from fastrpb.checks import check_mask, check_size, check_tensor
 from fastrpb.features import DPFP, FavorPlus, elu1, relu, sikf
 from fastrpb.positions import (
     ALiBi,
@@ -41,6 +41,10 @@ Pooling = Literal["cls", "mean"]
 BiasInit = Literal["local", "normal", "zero"]
 
 ON_LOGITS = ("rpe", "t5", "alibi")
+_SIZES = (
+    *("vocab_size", "max_length", "num_classes", "dim", "layers", "heads", "width", "mlp"),
+    *("num_filters", "nu", "num_features", "realizations", "sines", "kernel_size"),
+)
 
 
 @dataclass(frozen=True)
@@ -95,12 +99,18 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
             if getattr(self, name) not in get_args(kind):
                 options = ", ".join(get_args(kind))
                 raise ValueError(f"unknown {name}={getattr(self, name)!r}; choose from {options}")
-        for name in ("vocab_size", "max_length", "num_classes", "dim", "layers", "heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in _SIZES:
+            check_size(name, getattr(self, name))
+        for name in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be from 0 to below 1")
+        if self.causal and self.pooling == "cls":
+            raise ValueError(
+                "a causal model's CLS token comes first and sees nothing; use pooling='mean'"
+            )
         if self.width % self.heads:
             raise ValueError(f"heads={self.heads} must divide the width {self.width} of q, k and v")
-        if self.num_filters < 1 or self.width % self.num_filters:
+        if self.width % self.num_filters:
             raise ValueError(f"filters={self.num_filters} must divide the width {self.width} of v")
         if self.attention == "linear" and self.position in ON_LOGITS:
             raise ValueError(
@@ -179,22 +189,22 @@ class SelfAttention(nn.Module):
         width: int,
         heads: int,
         attend: nn.Module,
-        rotation: nn.Module | None = None,
+        encoding: nn.Module | None = None,
         bias: FastRPB | FastRPB2d | None = None,
     ):
         super().__init__()
         self.heads = heads
         self.qkv = nn.Linear(dim, 3 * width)
         self.attend = attend
-        self.rotation = rotation
+        self.encoding = encoding
         self.bias = bias
         self.out = nn.Linear(width, dim)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         queries, keys = _split(q, self.heads), _split(k, self.heads)
-        if self.rotation is not None:
-            queries, keys = self.rotation(queries, keys)
+        if self.encoding is not None:
+            queries, keys = self.encoding(queries, keys)
         y = _merge(self.attend(queries, keys, _split(v, self.heads), mask))
         if self.bias is not None:
             y = y + _merge(self.bias(_split(v, self.bias.num_heads), mask))
@@ -212,7 +222,7 @@ class Block(nn.Module):
             config.width,
             config.heads,
             _attend(config),
-            _rotation(config),
+            _encoding(config),
             _bias(config),
         )
         self.mlp_norm = nn.LayerNorm(config.dim)
@@ -319,8 +329,8 @@ class LanguageModel(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        if not config.causal or config.pooling == "cls":
-            raise ValueError("a language model needs causal=True and pooling='mean' (no CLS)")
+        if not config.causal:
+            raise ValueError("a language model needs causal=True")
         self.config = config
         self.encoder = Encoder(config)
 
@@ -339,6 +349,11 @@ def save_model(model: nn.Module, path: str | os.PathLike) -> None:
     """Write weights and config into one safetensors file, atomically."""
     from safetensors.torch import save_file  # noqa: PLC0415  (an extra)
 
+    if type(model).__name__ not in MODELS:
+        raise TypeError(
+            f"save one of {', '.join(MODELS)}, not {type(model).__name__}; "
+            "unwrap a compiled or distributed model first"
+        )
     path = Path(path)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     meta = {"model": type(model).__name__, "config": json.dumps(asdict(model.config))}  # pyright: ignore[reportArgumentType]
@@ -409,13 +424,15 @@ def _phi(config: ModelConfig) -> Phi:
     if config.features == "favor":
         spe = config.position in ("sinespe", "convspe")
         dim = config.realizations if spe else config.width // config.heads
-        return FavorPlus(dim, config.num_features)
+        # Features of their own for every layer, by torch's seed as all initial weights.
+        seed = int(torch.randint(2**31, (), device="cpu"))
+        return FavorPlus(dim, config.num_features, seed=seed)
     if config.features == "dpfp":
         return DPFP(config.nu)
     return {"sikf": sikf, "elu1": elu1, "relu": relu}[config.features]
 
 
-def _rotation(config: ModelConfig) -> nn.Module | None:
+def _encoding(config: ModelConfig) -> nn.Module | None:
     size = config.heads, config.width // config.heads
     if config.position == "sinespe":
         return SineSPE(*size, num_sines=config.sines, num_realizations=config.realizations)
@@ -425,17 +442,17 @@ def _rotation(config: ModelConfig) -> nn.Module | None:
 
 
 def _bias(config: ModelConfig) -> FastRPB | FastRPB2d | None:
+    if config.position not in ("fastrpb", "fastrpb2d"):
+        return None
     fill = {
         "local": init.local(1.0, config.bias_reach),
         "normal": init.normal(),
         "zero": init.zero,
     }[config.bias_init]
     filters, prefix = config.num_filters, _prefix(config)
-    if config.position == "fastrpb":
-        return FastRPB(filters, config.max_length, causal=config.causal, prefix=prefix, init=fill)
     if config.position == "fastrpb2d" and config.image is not None:
         return FastRPB2d(filters, *config.image, kind=config.bias_kind, prefix=prefix, init=fill)
-    return None
+    return FastRPB(filters, config.max_length, causal=config.causal, prefix=prefix, init=fill)
 
 
 def _absolute(config: ModelConfig) -> nn.Module | None:

@@ -9,9 +9,12 @@
 """
 
 import math
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
+
+from fastrpb.checks import check_size, compute_dtype
 
 
 class LearnedPositions(nn.Module):
@@ -40,7 +43,7 @@ class SinusoidalPositions(nn.Module):
         super().__init__()
         angle = _angles(torch.arange(max_length), dim + dim % 2, 10000.0)
         table = torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)[:, :dim]
-        self.register_buffer("table", table, persistent=False)
+        self.register_buffer("table", table.float(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """The vectors of the positions of x (batch, length, dim): (length, dim)."""
@@ -64,20 +67,24 @@ class RoPE(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """(batch, heads, length, dim) each, dim even."""
-        if q.shape[-1] % 2:
-            raise ValueError(f"RoPE rotates pairs of channels; dim={q.shape[-1]} is odd")
+        if q.shape[-1] % 2 or q.shape[-1] != k.shape[-1]:
+            raise ValueError(
+                "RoPE rotates pairs of channels, so q and k need one even dim; "
+                f"they have {q.shape[-1]} and {k.shape[-1]}"
+            )
         return self._rotate(q), self._rotate(k)
 
     def _rotate(self, x: Tensor) -> Tensor:
         position = torch.arange(x.shape[-2], device=x.device)
         angle = _angles(position, x.shape[-1], self.base)
-        even, odd = x.unflatten(-1, (-1, 2)).float().unbind(-1)
-        cos, sin = angle.cos(), angle.sin()
+        dtype = compute_dtype(x)
+        even, odd = x.unflatten(-1, (-1, 2)).to(dtype).unbind(-1)
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
         turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
         return turned.flatten(-2).to(x.dtype)
 
 
-class _SPE(nn.Module):
+class _SPE(nn.Module, ABC):
     """Stochastic positional encoding: codes q̄, k̄ with E[q̄_d(m)·k̄_d(n)] = P_d(m, n).
 
     q̂[m, r] = Σ_d q[m, d]·q̄[m, d, r], the same for keys, for R realisations r. Then q̂·k̂ᵀ is
@@ -90,14 +97,15 @@ class _SPE(nn.Module):
 
     def __init__(self, num_heads: int, dim: int, num_realizations: int, gated: bool):
         super().__init__()
+        check_size("num_realizations", num_realizations)
         self.num_heads = num_heads
         self.dim = dim
         self.num_realizations = num_realizations
         self.gate = nn.Parameter(torch.zeros(num_heads, dim, 1, 1)) if gated else None
 
+    @abstractmethod
     def codes(self, length: int) -> tuple[Tensor, Tensor]:
         """New q̄ and k̄, without the gate: (heads, dim, length, R) each."""
-        raise TypeError(f"{type(self).__name__} draws no codes")
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """(batch, heads, length, dim) each → (batch, heads, length, R), new codes for each call."""
@@ -143,6 +151,7 @@ class SineSPE(_SPE):
         gated: bool = True,
     ):
         super().__init__(num_heads, dim, num_realizations, gated)
+        check_size("num_sines", num_sines)
         shape = (num_heads, dim, num_sines)
         self.frequency = nn.Parameter(torch.randn(shape) - 4)  # slow: sigmoid(-4)/2 = 1/110
         self.phase = nn.Parameter(torch.randn(shape))
@@ -194,6 +203,7 @@ class ConvSPE(_SPE):
         gated: bool = True,
     ):
         super().__init__(num_heads, dim, num_realizations, gated)
+        check_size("kernel_size", kernel_size)
         self.kernel_size = kernel_size
         std = kernel_size**-0.5
         self.kernel_q = nn.Parameter(std * torch.randn(num_heads, dim, kernel_size))
@@ -238,7 +248,7 @@ class RelativeKeyQuery(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         """(batch, heads, length, dim) each → (batch, heads, length, length)."""
-        n = _within(q.shape[-2], self.max_length)
+        n = _within(_one_length(q, k), self.max_length)
         table = self.table[self.max_length - n : self.max_length + n - 1].to(q.dtype)
         index = _distance(n, q.device) + n - 1
         by_query = (q @ table.mT).gather(-1, index.expand(*q.shape[:-1], n))
@@ -265,6 +275,12 @@ class T5Bias(nn.Module):
         causal: bool = False,
     ):
         super().__init__()
+        exact = num_buckets // (2 if causal else 4)
+        if exact < 1 or max_distance <= exact:
+            raise ValueError(
+                f"num_buckets={num_buckets} and max_distance={max_distance} leave no bucket for "
+                f"near distances or none for far ones ({exact} are exact)"
+            )
         self.num_buckets = num_buckets
         self.max_distance = max_distance
         self.causal = causal
@@ -288,7 +304,7 @@ class T5Bias(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         """(heads, length, length) for q and k of one length."""
-        return self.weight[self.buckets(q.shape[-2])].permute(2, 0, 1).to(q.dtype)
+        return self.weight[self.buckets(_one_length(q, k))].permute(2, 0, 1).to(q.dtype)
 
 
 class ALiBi(nn.Module):
@@ -298,12 +314,12 @@ class ALiBi(nn.Module):
 
     def __init__(self, num_heads: int):
         super().__init__()
-        slopes = _slopes(num_heads)
-        self.register_buffer("slopes", torch.tensor(slopes), persistent=False)
+        check_size("num_heads", num_heads)
+        self.register_buffer("slopes", torch.tensor(_slopes(num_heads)), persistent=False)
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         """(heads, length, length) for q and k of one length."""
-        distance = _distance(q.shape[-2], q.device).abs()
+        distance = _distance(_one_length(q, k), q.device).abs()
         return (-self.slopes[:, None, None] * distance).to(q.dtype)
 
 
@@ -322,9 +338,17 @@ def _distance(length: int, device: torch.device) -> Tensor:
 
 
 def _angles(position: Tensor, dim: int, base: float) -> Tensor:
-    """position·base^(-2i/dim): (length, dim/2)."""
-    exponent = torch.arange(0, dim, 2, device=position.device) / dim
+    """position·base^(-2i/dim): (length, dim/2), in float64: they grow with the length."""
+    exponent = torch.arange(0, dim, 2, device=position.device, dtype=torch.float64) / dim
     return position[:, None] * base**-exponent
+
+
+def _one_length(q: Tensor, k: Tensor) -> int:
+    if q.shape[-2:] != k.shape[-2:]:
+        raise ValueError(
+            f"q {tuple(q.shape)} and k {tuple(k.shape)} must have one length and one dim"
+        )
+    return q.shape[-2]
 
 
 def _within(length: int, max_length: int) -> int:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from fastrpb.checks import check_floating, check_tensor, check_values
+from fastrpb.checks import check_floating, check_size, check_tensor, check_values, compute_dtype
 from fastrpb.kernels.fft import toeplitz_fft
 
 Impl = Literal["auto", "dense", "fft"]
@@ -67,7 +67,8 @@ def toeplitz(w: Tensor, out_length: int | None = None) -> Tensor:
                 "pass out_length for a rectangular one"
             )
         out_length = (distances + 1) // 2
-    if not 1 <= out_length <= distances:
+    check_size("out_length", out_length)
+    if out_length > distances:
         raise ValueError(
             f"out_length={out_length} must be from 1 to the {distances} distances of w"
         )
@@ -132,8 +133,7 @@ def toeplitz_matmul(
     _check_pair(w, v)
     n = v.shape[-2]
     m = n if out_length is None else out_length
-    if m < 1:
-        raise ValueError(f"out_length={m} must be at least 1")
+    check_size("out_length", m)
     if w.dim() < 1 or w.shape[-1] != m + n - 1:
         raise ValueError(
             f"w must hold M+N-1 = {m + n - 1} distances for {m} outputs over {n} inputs; "
@@ -180,7 +180,7 @@ def toeplitz_matmul_2d(
 def _additive(w: Tensor, v: Tensor, height: int, width: int, impl: Impl) -> Tensor:
     """Prop. 2: R·(row sums), the same for every column, plus R·(column sums), for every row."""
     image = v.unflatten(-2, (height, width))
-    dtype = _compute_dtype(w, v)
+    dtype = compute_dtype(w, v)
     down, across = _additive_parts(w, height, width)
     down = toeplitz_matmul(down, image.sum(-2, dtype=dtype), impl=impl)
     across = toeplitz_matmul(across, image.sum(-3, dtype=dtype), impl=impl)
@@ -212,7 +212,7 @@ def _canonical(w: Tensor, v: Tensor, lead: torch.Size) -> tuple[Tensor, Tensor]:
 
     The axes that w varies over are heads, those before them are batch.
     """
-    dtype = _compute_dtype(w, v)
+    dtype = compute_dtype(w, v)
     if w.dtype != dtype or v.dtype != dtype:  # a cast that changes nothing costs a microsecond
         w, v = w.to(dtype), v.to(dtype)
     if w.dim() == 2 and v.dim() == 4 and w.shape[0] == v.shape[1]:
@@ -253,7 +253,7 @@ def _use_fft(impl: str, entries: int, length: int, v: Tensor) -> bool:
     if impl != "auto":
         if impl not in get_args(Impl):
             raise ValueError(f"unknown impl={impl!r}; choose from {', '.join(get_args(Impl))}")
-        return impl == "fft" and v.numel() > 0  # there is no transform of nothing
+        return impl == "fft"
     if not isinstance(length, int):
         return True  # exported for any length
     batch, heads, _, dim = v.shape
@@ -266,10 +266,6 @@ def _additive_parts(w: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]
     """The weights of the vertical and of the horizontal distances: middle slices of w."""
     zero = w.shape[-1] // 2
     return w[..., zero - height + 1 : zero + height], w[..., zero - width + 1 : zero + width]
-
-
-def _compute_dtype(w: Tensor, v: Tensor) -> torch.dtype:
-    return torch.float64 if torch.float64 in (w.dtype, v.dtype) else torch.float32
 
 
 def _check_pair(w: Tensor, v: Tensor) -> None:

@@ -89,6 +89,8 @@ def _forward(w: Tensor, v: Tensor, out_length: int) -> Tensor:
     m, n = out_length, v.shape[-2]
     size = _fast_length(m + n - 1)
     y = v.new_empty(*v.shape[:2], m, v.shape[-1])
+    if not v.numel():
+        return y
     source, target = _as_signals(v), _as_signals(y)
     forward, inverse = _transforms(source, size)
     spectrum = forward(_kernel(w, m, n, size)).unsqueeze(-2)
@@ -108,6 +110,8 @@ def _backward(g: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     m, n = g.shape[-2], v.shape[-2]
     size = _fast_length(m + n - 1)
     dv = v.new_empty(v.shape)
+    if not v.numel():
+        return torch.zeros_like(w), dv
     upstream, source, target = _as_signals(g), _as_signals(v), _as_signals(dv)
     forward, inverse = _transforms(source, size)
     # conj_physical: a lazy conjugate is not resolved where compilers run an operator.
