@@ -306,6 +306,19 @@ CAUSAL = FastRPB(3, 10, causal=True)
             ValueError,
             r"state \(2, 3, 8, 6\).*\(1, 3, 1, 5\)",
         ),
+        (
+            lambda: linear_attention_step(
+                Q[:, :, :1],
+                K[:, :, :1],
+                V[:, :, :1],
+                linear_attention_init_state(K, V, phi=sikf),
+                phi=DPFP(2),
+            ),
+            ValueError,
+            "state is of 8 features, phi gives 32",
+        ),
+        (lambda: softmax_attention(Q, K, V, dropout=2.0), ValueError, "dropout=2.0"),
+        (lambda: softmax_attention(Q, K, V.to("meta")), ValueError, "v on meta"),
         (lambda: CAUSAL.step(V[:1, :, :1], CAUSAL.init_state(V)), ValueError, r"\(1, 3, 1, 5\)"),
         (lambda: softmax_attention(Q, K, V, mask=torch.ones(2, 10)), TypeError, "bool.*float32"),
         (

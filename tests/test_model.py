@@ -213,6 +213,9 @@ def test_save_and_load(make, tmp_path):
         model.state_dict().items(), other.state_dict().items(), strict=True
     ):
         assert torch.equal(a, b), name
+    assert not other.training
+    save_model(model.bfloat16(), tmp_path / "model.safetensors")
+    assert next(load_model(tmp_path / "model.safetensors").parameters()).dtype == torch.bfloat16
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 
@@ -234,6 +237,12 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match="not a whole safetensors file"):
         load_model(path)
+    for bad in ({"model": "Classifier"}, {**meta, "config": "{"}, {**meta, "config": '{"x": 1}'}):
+        save_file(weights, path, bad)
+        with pytest.raises(ValueError, match=r"model.safetensors does not fit its own config"):
+            load_model(path)
+    with pytest.raises(FileNotFoundError, match="no file"):
+        load_model(tmp_path)
 
 
 def test_wrapped_models_are_not_saved_unreadably(tmp_path):
@@ -283,6 +292,8 @@ def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
         ({"filters": 5}, "filters=5 must divide the width 16"),
         ({"filters": 0}, "filters=0"),
         ({"position": "fastrpb2d", "image": None}, "needs image"),
+        ({"position": "fastrpb2d", "image": 4}, "needs image.*got 4"),
+        ({"bias_reach": 0.5}, "bias_reach=0.5"),
         ({"position": "fastrpb2d", "image": (5, 5)}, "5×5 has 25 pixels, but max_length=24"),
         ({"position": "fastrpb2d", "causal": True, "pooling": "mean"}, "cannot be causal"),
         ({"layers": 0}, "layers=0"),
@@ -303,6 +314,9 @@ def test_impossible_configs_say_why(changes, words):
     ("call", "words"),
     [
         (lambda m: m(torch.zeros(2, 25, dtype=torch.long)), "25 tokens exceed max_length=24"),
+        (lambda m: m(torch.full((2, 24), 11)), "from 11 to 11, beyond vocab_size=11"),
+        (lambda m: m(torch.full((2, 24), -1)), "from -1 to -1"),
+        (lambda m: m(torch.zeros(2, 0, dtype=torch.long)), r"\(2, 0\)"),
         (lambda m: m(torch.zeros(2, 24)), r"ids, got torch.float32 \(2, 24\)"),
         (lambda m: m(torch.zeros(24, dtype=torch.long)), r"\(24,\)"),
         (

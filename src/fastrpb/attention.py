@@ -41,6 +41,8 @@ def softmax_attention(
     torch.Size([2, 4, 10, 8])
     """
     _check(q, k, v, mask)
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout} must be from 0 to below 1")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if mask is None and logits is None:
@@ -168,6 +170,7 @@ def linear_attention_step(
     True
     """
     _check(q, k, v, None)
+    _check_phi(phi)
     if q.shape[-2] != 1 or k.shape[-2] != 1:
         raise ValueError(f"a step takes one token, got {q.shape[-2]} queries, {k.shape[-2]} keys")
     if state.sums.shape[:-2] != v.shape[:-2] or state.sums.shape[-1] != v.shape[-1] + 1:
@@ -180,11 +183,13 @@ def linear_attention_step(
         values = _with_ones(v, None)
         if isinstance(phi, ExpFeatureMap):
             log_q, log_k = phi.logs(q, k)
+            _check_features(state, log_k)
             sums, shift = _add(*state, values.expand_as(state.sums), log_k.mT)
             log_q = log_q + shift.mT
             phi_q = torch.exp(log_q - log_q.amax(-1, keepdim=True))
         else:
             phi_q, phi_k = phi(q, k)
+            _check_features(state, phi_k)
             sums, shift = state.sums + phi_k.mT @ values, state.shift
         y = phi_q @ sums
         return _divide(y[..., :-1], y[..., -1:]).to(dtype), LinearState(sums, shift)
@@ -306,6 +311,13 @@ def _check_logits(logits: Tensor, q: Tensor, k: Tensor) -> None:
         raise ValueError(f"logits {tuple(logits.shape)} must broadcast to {tuple(shape)}")
 
 
+def _check_features(state: LinearState, features: Tensor) -> None:
+    if state.sums.shape[-2] != features.shape[-1]:
+        raise ValueError(
+            f"the state is of {state.sums.shape[-2]} features, phi gives {features.shape[-1]}"
+        )
+
+
 def _check_phi(phi: object) -> None:
     if not isinstance(phi, Phi):
         raise TypeError(f"phi must be a feature map such as fastrpb.sikf, got {phi!r}")
@@ -316,7 +328,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
         check_values(name, x)
         if x.dim() < 3:
             raise ValueError(f"{name} must be (batch, heads, length, dim), got {tuple(x.shape)}")
-    if q.shape[-1] != k.shape[-1]:
+        if x.device != q.device:
+            raise ValueError(f"q is on {q.device} and {name} on {x.device}; use one device")
+    if q.shape[-1] != k.shape[-1] or not q.shape[-1]:
         raise ValueError(f"q has dim {q.shape[-1]} and k has {k.shape[-1]}; they must be equal")
     if k.shape[-2] != v.shape[-2]:
         raise ValueError(f"k has {k.shape[-2]} positions and v has {v.shape[-2]}")

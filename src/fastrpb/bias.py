@@ -33,8 +33,10 @@ class _Bias(nn.Module, ABC):
     def __init__(self, num_heads: int, prefix: int, init: Init):
         super().__init__()
         check_size("num_heads", num_heads)
-        if prefix < 0:
-            raise ValueError(f"prefix={prefix} must not be negative")
+        if prefix:
+            check_size("prefix", prefix)
+        if not callable(init):
+            raise TypeError(f"init must be a function such as fastrpb.init.zero, got {init!r}")
         self.num_heads = num_heads
         self.prefix = prefix
         self.init = init
@@ -319,8 +321,8 @@ class FastRPB2d(_Bias):
         init: Init = local(),  # noqa: B008  (a function, not state)
     ):
         super().__init__(num_heads, prefix, init)
-        if height < 1 or width < 1:
-            raise ValueError(f"an image of {height}×{width} pixels has no distances")
+        check_size("height", height)
+        check_size("width", width)
         if kind not in ("additive", "full"):
             raise ValueError(f"unknown kind={kind!r}; choose additive or full")
         self.height = height
@@ -375,8 +377,8 @@ class FastRPB2d(_Bias):
 
     def _mismatch(self, saved: torch.Size) -> str:
         return (
-            f"the saved weights {tuple(saved)} are not the {tuple(self.w.shape)} of a {self.kind} "
-            f"bias of {self.num_heads} heads over {self.height}×{self.width} pixels; load them "
+            f"the saved weights {tuple(saved)} are not the {tuple(self.w.shape)} of this bias "
+            f"({self.kind}, {self.num_heads} heads, {self.height}×{self.width} pixels); load them "
             "into a FastRPB2d of their own size and resize() it"
         )
 

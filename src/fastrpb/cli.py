@@ -1,6 +1,8 @@
 """The command `fastrpb`: each command calls a function of the library and shows what it gives."""
 
+import signal
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +25,10 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_mar
 
 def main() -> None:
     """Runs a command; a mistake of the user's is one sentence and exit code 2, no traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
+    # Ended by a signal, as by Ctrl-C: half-written files go, and so do the workers.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         app()
     except ValueError as error:
@@ -30,8 +36,19 @@ def main() -> None:
         sys.exit(2)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(version("fastrpb"))
+        raise typer.Exit
+
+
 @app.callback()
-def _app() -> None:
+def _app(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
     """Relative positions for long sequences."""
 
 
@@ -107,6 +124,7 @@ def _show(dataset: Dataset, samples: int) -> None:
         highlight=False,
     )
     # Spread over the split, since many sources are sorted by label.
+    samples = min(samples, len(dataset.train))
     panels = [_sample(dataset, i * len(dataset.train) // samples) for i in range(samples)]
     for part in [Columns(panels)] if facts.image_shape else panels:
         console.print(part)

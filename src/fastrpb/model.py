@@ -41,6 +41,7 @@ Pooling = Literal["cls", "mean"]
 BiasInit = Literal["local", "normal", "zero"]
 
 ON_LOGITS = ("rpe", "t5", "alibi")
+_ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _SIZES = (
     *("vocab_size", "max_length", "num_classes", "dim", "layers", "heads", "width", "mlp"),
     *("num_filters", "nu", "num_features", "realizations", "sines", "kernel_size"),
@@ -118,12 +119,16 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
                 "attention never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or "
                 "attention='softmax'"
             )
+        if self.bias_reach < 1:
+            raise ValueError(f"bias_reach={self.bias_reach} must be at least 1 token")
         if self.position == "fastrpb2d":
             self._check_image()
 
     def _check_image(self) -> None:
-        if self.image is None:
-            raise ValueError("position='fastrpb2d' needs image=(height, width)")
+        if not isinstance(self.image, tuple) or len(self.image) != 2 or min(self.image) < 1:
+            raise ValueError(
+                f"position='fastrpb2d' needs image=(height, width), got {self.image!r}"
+            )
         height, width = self.image
         if height * width != self.max_length:
             raise ValueError(
@@ -282,10 +287,16 @@ class Encoder(nn.Module):
 
     def _check(self, tokens: Tensor, mask: Tensor | None) -> None:
         check_tensor("tokens", tokens)
-        if tokens.dim() != 2 or tokens.is_floating_point():
+        if tokens.dim() != 2 or tokens.dtype not in _ID_DTYPES or not tokens.shape[1]:
             raise ValueError(
                 f"tokens must be (batch, length) ids, got {tokens.dtype} {tuple(tokens.shape)}"
             )
+        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
+            low, high = (int(x) for x in tokens.aminmax())
+            if low < 0 or high >= self.config.vocab_size:
+                raise ValueError(
+                    f"tokens are from {low} to {high}, beyond vocab_size={self.config.vocab_size}"
+                )
         if tokens.shape[1] > self.config.max_length:
             raise ValueError(f"{tokens.shape[1]} tokens exceed max_length={self.config.max_length}")
         check_mask(mask, tuple(tokens.shape))
@@ -320,6 +331,8 @@ class PairClassifier(nn.Module):
         first_mask: Tensor | None = None,
         second_mask: Tensor | None = None,
     ) -> Tensor:
+        if len(first) != len(second):
+            raise ValueError(f"{len(first)} first and {len(second)} second sequences make no pairs")
         pooled = self.encoder.pool(first, first_mask), self.encoder.pool(second, second_mask)
         return self.head(torch.cat(pooled, dim=-1))
 
@@ -347,8 +360,7 @@ MODELS: dict[str, Callable[[ModelConfig], nn.Module]] = {
 
 def save_model(model: nn.Module, path: str | os.PathLike) -> None:
     """Write weights and config into one safetensors file, atomically."""
-    from safetensors.torch import save_file  # noqa: PLC0415  (an extra)
-
+    safetensors = _safetensors()
     if type(model).__name__ not in MODELS:
         raise TypeError(
             f"save one of {', '.join(MODELS)}, not {type(model).__name__}; "
@@ -358,34 +370,49 @@ def save_model(model: nn.Module, path: str | os.PathLike) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     meta = {"model": type(model).__name__, "config": json.dumps(asdict(model.config))}  # pyright: ignore[reportArgumentType]
     try:
-        save_file({k: x.contiguous() for k, x in model.state_dict().items()}, part, meta)
+        weights = {key: x.contiguous() for key, x in model.state_dict().items()}
+        safetensors.torch.save_file(weights, part, meta)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 
 
 def load_model(path: str | os.PathLike, device: str | torch.device = "cpu") -> nn.Module:
-    """The model that `save_model` wrote. A damaged file, unknown or missing keys: ValueError."""
-    from safetensors import SafetensorError, safe_open  # noqa: PLC0415  (an extra)
+    """The model that `save_model` wrote, in its dtype and in eval mode.
 
+    A damaged file, unknown or missing keys raise ValueError.
+    """
+    safetensors = _safetensors()
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no file {path}")
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
+        with safetensors.safe_open(path, framework="pt") as file:
             meta = file.metadata() or {}
             weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
+    except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
     if meta.get("model") not in MODELS:
         raise ValueError(f"{path} holds no model of fastrpb: its metadata are {meta}")
-    config = json.loads(meta["config"])
-    if config.get("image") is not None:
-        config["image"] = tuple(config["image"])
-    model = MODELS[meta["model"]](ModelConfig(**config))
     try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
+        config = json.loads(meta["config"])
+        if config.get("image") is not None:
+            config["image"] = tuple(config["image"])
+        model = MODELS[meta["model"]](ModelConfig(**config))
+        model.load_state_dict(weights, assign=True)  # assign: in the dtype of the file
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} does not fit its own config: {reason}") from None
-    return model.to(device)
+    return model.to(device).eval()
+
+
+def _safetensors():
+    try:
+        import safetensors.torch  # noqa: PLC0415  (an extra)
+    except ModuleNotFoundError:
+        raise ImportError(
+            "weights are saved by safetensors: pip install 'fastrpb[model]'"
+        ) from None
+    return safetensors
 
 
 def _split(x: Tensor, heads: int) -> Tensor:

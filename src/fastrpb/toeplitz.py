@@ -123,8 +123,9 @@ def toeplitz_matmul(
             measured for this size, dtype and device.
 
     Returns:
-        (batch, heads, M, dim) in the dtype of v. Half precisions are computed in float32. An error
-        of the FFT is relative to the norm of a channel and the one it is paired with.
+        (batch, heads, M, dim) in the dtype of v. Half precisions are computed in float32. The FFT
+        takes two neighbouring channels together: its rounding is relative to the larger of the two,
+        and a NaN in one reaches both.
 
     >>> w, v = torch.randn(4, 2 * 1000 - 1), torch.randn(2, 4, 1000, 16)
     >>> torch.allclose(toeplitz_matmul(w, v), toeplitz(w) @ v, atol=1e-3)
@@ -174,6 +175,7 @@ def toeplitz_matmul_2d(
         raise ValueError(
             f"v holds {v.shape[-2]} positions, but shape=({height}, {width}) has {height * width}"
         )
+    _broadcast_lead(w, w.shape[:1] if w.dim() > 1 else torch.Size(), v)
     return (_full if w.dim() == 3 else _additive)(w, v, height, width, impl)
 
 
@@ -290,9 +292,10 @@ def _broadcast_lead(w: Tensor, heads: torch.Size, v: Tensor) -> torch.Size:
 
 
 def _check_shape(shape: tuple[int, int]) -> tuple[int, int]:
-    if len(shape) != 2 or min(shape) < 1:
-        raise ValueError(f"shape must be (height, width), both at least 1; got {tuple(shape)}")
-    return shape
+    if not isinstance(shape, tuple | list) or len(shape) != 2 or min(shape) < 1:
+        raise ValueError(f"shape must be (height, width), both at least 1; got {shape!r}")
+    height, width = shape
+    return height, width
 
 
 def _check_weights_2d(w: Tensor, height: int, width: int) -> None:

@@ -127,6 +127,15 @@ def test_a_position_of_other_batches_is_refused():
         Batches(texts(lengths(40)), 5, pad_id=PAD).load_state_dict(state)
 
 
+def test_a_position_that_is_none_is_refused():
+    batches = Batches(texts(lengths(50)), 5, pad_id=PAD)
+    with pytest.raises(DataError, match="examples=None"):
+        batches.load_state_dict({})
+    for batch in (-3, 10, 10**6):
+        with pytest.raises(DataError, match=f"batch {batch} of epoch 0, .* of 10 batches"):
+            batches.load_state_dict({**batches.state_dict(), "batch": batch})
+
+
 def test_buckets_save_padding():
     split = texts(lengths(2000))
     bucketed = padding(Batches(split, 8, pad_id=PAD))
@@ -138,10 +147,12 @@ def test_buckets_save_padding():
 
 def test_impossible_batches():
     split = texts([1, 2, 3])
-    with pytest.raises(ValueError, match="batch_size=3 must be a multiple of the 2 processes"):
+    with pytest.raises(ValueError, match=r"batch_size=3 must be .* a multiple of the 2 processes"):
         Batches(split, 3, pad_id=PAD, world_size=2)
     with pytest.raises(ValueError, match="rank=2 must be from 0 to world_size-1 = 1"):
         Batches(split, 2, pad_id=PAD, rank=2, world_size=2)
+    with pytest.raises(ValueError, match="pad_id=-1"):
+        Batches(split, 2, pad_id=-1)
     with pytest.raises(ValueError, match="pool=0"):
         Batches(split, 2, pad_id=PAD, pool=0)
     with pytest.raises(DataError, match="3 examples do not fill one batch of 4"):

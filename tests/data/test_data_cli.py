@@ -2,6 +2,8 @@ import os
 import resource
 import subprocess
 import sys
+import time
+from importlib.metadata import version
 
 import pytest
 from samples import write_listops, write_mnist, write_papers, write_reviews
@@ -9,7 +11,7 @@ from samples import write_listops, write_mnist, write_papers, write_reviews
 from fastrpb import cli
 
 
-def fastrpb(*arguments, **options):
+def fastrpb(*arguments, encoding="utf-8", **options):
     """The command in a process of its own: (exit code, stdout, stderr)."""
     command = [sys.executable, "-c", "from fastrpb.cli import main; main()", *map(str, arguments)]
     done = subprocess.run(
@@ -17,7 +19,7 @@ def fastrpb(*arguments, **options):
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "COLUMNS": "120"},
+        env={**os.environ, "COLUMNS": "120", "PYTHONIOENCODING": encoding},
         **options,
     )
     return done.returncode, done.stdout, done.stderr
@@ -36,6 +38,36 @@ def run(monkeypatch, capsys):
         return output.out if done.value.code == 0 else (done.value.code, output.err)
 
     return call
+
+
+def test_version(run):
+    assert run("--version").strip() == version("fastrpb")
+
+
+def test_more_samples_than_examples(run):
+    assert run("data", "digits", "--samples", 0).count("╭") == 0
+    assert run("data", "digits", "--samples", 10**9).count("╭") == 1259
+
+
+def test_a_terminal_without_unicode():
+    code, _, error = fastrpb("data", "digits", encoding="ascii")
+    assert (code, error) == (0, "")
+
+
+def test_ended_by_a_signal_nothing_stays(tmp_path):
+    command = [sys.executable, "-c", "from fastrpb.cli import main; main()"]
+    arguments = ["data", "listops", "--out", str(tmp_path / "out")]
+    process = subprocess.Popen([*command, *arguments], stdout=subprocess.DEVNULL)
+    partial = []
+    for _ in range(600):
+        partial = list(tmp_path.glob("out/.partial-*/basic_train.tsv"))
+        if partial:
+            break
+        time.sleep(0.05)
+    assert partial
+    process.terminate()
+    assert process.wait(30) == 143
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_digits_are_shown(run):

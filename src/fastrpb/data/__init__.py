@@ -39,8 +39,8 @@ def task(name: str, max_length: int | None = None) -> Task:
         raise DataError(
             f"{name} always has {facts.max_length} pixels; leave max_length={max_length} out"
         )
-    if max_length < 1:
-        raise DataError(f"max_length={max_length} must be at least 1")
+    if not isinstance(max_length, int) or not 1 <= max_length < 2**31:
+        raise DataError(f"max_length={max_length} must be a whole number from 1 to {2**31 - 1}")
     return replace(facts, max_length=max_length)
 
 
@@ -91,7 +91,7 @@ def load(
 
 def _module(name: str) -> ModuleType:
     if name not in TASKS:
-        near = get_close_matches(name, TASKS, n=1)
+        near = get_close_matches(str(name), TASKS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(TASKS)}"
         raise DataError(f"unknown task {name!r}; {hint}")
     try:

@@ -70,8 +70,13 @@ class Batches:
             raise ValueError(f"rank={rank} must be from 0 to world_size-1 = {world_size - 1}")
         if batch_size < 1 or batch_size % world_size:
             raise ValueError(
-                f"batch_size={batch_size} must be a multiple of the {world_size} processes"
+                f"batch_size={batch_size} must be at least 1 and a multiple of the {world_size} "
+                "processes"
             )
+        if not 0 <= pad_id <= 255:
+            raise ValueError(f"pad_id={pad_id} must be a token, from 0 to 255")
+        if not len(split):
+            raise DataError("the split has no examples, so there are no batches")
         if drop_last and len(split) < batch_size:
             raise DataError(
                 f"{len(split)} examples do not fill one batch of {batch_size}; "
@@ -104,12 +109,18 @@ class Batches:
     def load_state_dict(self, state: dict[str, int | bool]) -> None:
         """Go to a saved position; refused where the order would be another one."""
         for name, value in self._identity().items():
-            if state[name] != value:
+            if state.get(name) != value:
                 raise DataError(
-                    f"the saved position belongs to {name}={state[name]}, these batches have "
+                    f"the saved position belongs to {name}={state.get(name)}, these batches have "
                     f"{name}={value}: their order differs"
                 )
-        self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
+        epoch, batch = state.get("epoch", -1), state.get("batch", -1)
+        if epoch < 0 or not 0 <= batch < len(self):
+            raise DataError(
+                f"the saved position, batch {batch} of epoch {epoch}, is none of an epoch of "
+                f"{len(self)} batches"
+            )
+        self.epoch, self.batch = epoch, batch
 
     def _identity(self) -> dict[str, int | bool]:
         names = ("batch_size", "seed", "shuffle", "drop_last", "pool")
