@@ -249,6 +249,16 @@ def test_streaming_bias_in_other_dtypes():
         torch.testing.assert_close(torch.cat(ys, 2), rpb(v), rtol=tolerance, atol=tolerance)
 
 
+def test_streaming_bias_is_not_rounded_by_autocast():
+    rpb, v = FastRPB(3, 100, causal=True, init=init.normal(1.0)), torch.randn(2, 3, 100, 4)
+    state, ys = rpb.init_state(v), []
+    with torch.autocast("cpu", torch.bfloat16):
+        for t in range(100):
+            y, state = rpb.step(v[:, :, t : t + 1], state)
+            ys.append(y)
+    torch.testing.assert_close(torch.cat(ys, 2), rpb(v), rtol=1e-4, atol=1e-4)
+
+
 @phis
 @causals
 def test_compiles_to_one_graph(phi, causal):

@@ -165,7 +165,7 @@ class FastRPB(_Bias):
         self.init(self.w, distance, 1)
 
     def weights(self, length: int) -> Tensor:
-        """W for `length` positions: (heads, 2·length-1), the distances -(length-1)..length-1."""
+        """w for `length` positions: (heads, 2·length-1), the distances -(length-1)..length-1."""
         n = self.max_length
         if not 1 <= length <= n:
             raise ValueError(f"length {length} is not within 1..max_length={n}; see resize()")
@@ -227,7 +227,8 @@ class FastRPB(_Bias):
         history[..., t : t + 1, :] = v
         t += 1
         first = (t - 1) // _BLOCK * _BLOCK
-        near = self.w[:, None, n - (t - first) :].to(history.dtype) @ history[..., first:t, :]
+        with torch.autocast(v.device.type, enabled=False):  # it would round both factors
+            near = self.w[:, None, n - (t - first) :].to(history.dtype) @ history[..., first:t, :]
         y = pending[..., t - 1 : t, :] + near
         block = t & -t
         outputs = min(block, n - t)

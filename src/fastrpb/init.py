@@ -15,7 +15,7 @@ Init = Callable[[Tensor, Tensor, int], object]
 
 
 def zero(w: Tensor, distance: Tensor, copies: int) -> None:
-    """W = 0: the bias adds nothing yet, so a trained model that gets one is unchanged.
+    """w = 0: the bias adds nothing yet, so a trained model that gets one is unchanged.
 
     >>> from fastrpb import FastRPB
     >>> FastRPB(2, 3, init=zero).w

@@ -26,7 +26,7 @@ class LearnedPositions(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """W ~ N(0, 0.02²)."""
+        """w ~ N(0, 0.02²)."""
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ class RelativeKeyQuery(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """R ~ N(0, 0.02²)."""
+        """r ~ N(0, 0.02²)."""
         nn.init.normal_(self.table, std=0.02)
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
@@ -288,7 +288,7 @@ class T5Bias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """B ~ N(0, 0.02²)."""
+        """b ~ N(0, 0.02²)."""
         nn.init.normal_(self.weight, std=0.02)
 
     def buckets(self, length: int) -> Tensor:
@@ -332,7 +332,7 @@ def _slopes(num_heads: int) -> list[float]:
 
 
 def _distance(length: int, device: torch.device) -> Tensor:
-    """D = m - n for output n and input m: (length, length)."""
+    """d = m - n for output n and input m: (length, length)."""
     n = torch.arange(length, device=device)
     return n - n[:, None]
 
