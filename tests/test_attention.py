@@ -120,6 +120,16 @@ def test_softmax_gradients(causal):
     )
 
 
+def test_autocast_brings_softmax_inputs_to_one_dtype():
+    """Normalised queries and keys are float32 there, values are not."""
+    q, k, v = inputs(30, 30)
+    mask = torch.rand(2, 30) < 0.8
+    exact = softmax_attention(q, k, v, mask=mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = softmax_attention(q, k, v.bfloat16(), mask=mask, logits=torch.zeros(30, 30))
+    torch.testing.assert_close(y.float(), exact, rtol=0.05, atol=0.05)
+
+
 def test_mixed_dtypes_compute_in_the_widest():
     q, k, v = inputs(70, 70)
     y = linear_attention(q.double(), k.half(), v, phi=sikf, causal=True)

@@ -43,7 +43,8 @@ def softmax_attention(
     _check(q, k, v, mask)
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must be from 0 to below 1")
-    if not q.dtype == k.dtype == v.dtype:
+    one_dtype = q.dtype == k.dtype == v.dtype
+    if not one_dtype and not torch.is_autocast_enabled(q.device.type):  # it makes them one
         raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if mask is None and logits is None:
         return torch.nn.functional.scaled_dot_product_attention(
@@ -331,7 +332,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
         if x.device != q.device:
             raise ValueError(f"q is on {q.device} and {name} on {x.device}; use one device")
     if q.shape[-1] != k.shape[-1] or not q.shape[-1]:
-        raise ValueError(f"q has dim {q.shape[-1]} and k has {k.shape[-1]}; they must be equal")
+        raise ValueError(
+            f"q has dim {q.shape[-1]} and k has {k.shape[-1]}; they must be equal and at least 1"
+        )
     if k.shape[-2] != v.shape[-2]:
         raise ValueError(f"k has {k.shape[-2]} positions and v has {v.shape[-2]}")
     if q.shape[:-2] != k.shape[:-2] or k.shape[:-2] != v.shape[:-2]:

@@ -9,10 +9,10 @@ def check_tensor(name: str, x: object) -> None:
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
 
 
-def check_floating(name: str, x: object) -> None:
+def check_floating(name: str, x: Tensor) -> None:
     check_tensor(name, x)
-    if not x.is_floating_point():  # pyright: ignore[reportAttributeAccessIssue]
-        raise TypeError(f"{name} must have a floating-point dtype, got {x.dtype}")  # pyright: ignore[reportAttributeAccessIssue]
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must have a floating-point dtype, got {x.dtype}")
 
 
 def check_values(name: str, x: Tensor) -> None:

@@ -175,12 +175,12 @@ def toeplitz_matmul_2d(
         raise ValueError(
             f"v holds {v.shape[-2]} positions, but shape=({height}, {width}) has {height * width}"
         )
-    _broadcast_lead(w, w.shape[:1] if w.dim() > 1 else torch.Size(), v)
     return (_full if w.dim() == 3 else _additive)(w, v, height, width, impl)
 
 
 def _additive(w: Tensor, v: Tensor, height: int, width: int, impl: Impl) -> Tensor:
     """Prop. 2: R·(row sums), the same for every column, plus R·(column sums), for every row."""
+    _broadcast_lead(w, w.shape[:-1], v)  # here, so that an error shows the shapes the user gave
     image = v.unflatten(-2, (height, width))
     dtype = compute_dtype(w, v)
     down, across = _additive_parts(w, height, width)
