@@ -10,6 +10,7 @@ import fastrpb
 ROOT = Path(fastrpb.__file__).parent
 CORE = [
     "checks",
+    "files",
     "init",
     "kernels",
     "toeplitz",
@@ -19,7 +20,8 @@ CORE = [
     "positions",
     "model",
 ]
-ORDER = [*CORE, "__init__", "__main__", "bench", "data", "cli"]
+TOOLS = ["bench", "data", "config", "run", "train", "compare", "sweep", "report", "show"]
+ORDER = [*CORE, "__init__", *TOOLS, "cli", "__main__"]
 
 
 def layer(path: Path) -> str:
