@@ -16,8 +16,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-run: $(READY)  ## Set up and show the core on an example
-	$(BIN)/python -m fastrpb
+run: $(READY)  ## Set up, train on the shipped digits without and with FastRPB, and compare
+	$(BIN)/fastrpb demo
 
 test: $(READY)  ## Set up and run the whole suite
 	$(BIN)/pytest
