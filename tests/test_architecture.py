@@ -20,7 +20,7 @@ CORE = [
     "positions",
     "model",
 ]
-TOOLS = ["bench", "data", "config", "run", "train", "compare", "sweep", "figures", "report", "show"]
+TOOLS = ["data", "config", "bench", "run", "train", "compare", "sweep", "figures", "report", "show"]
 ORDER = [*CORE, "__init__", *TOOLS, "cli", "__main__"]
 
 

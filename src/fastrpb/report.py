@@ -284,17 +284,15 @@ def _bench_curves(path: Path) -> tuple[dict[str, dict[int, tuple[float, float]]]
     """Evaluation time and memory by layer and length, of a file of `fastrpb bench model`."""
     try:
         content = json.loads(path.read_text())
-        rows, machine = content["evaluation"], content["machine"]
+        rows, machine = content["attention layer"], content["machine"]
     except (OSError, ValueError, KeyError):
         raise ValueError(f"{path} is no file of `fastrpb bench model`") from None
-    curves = {
-        row["layer"]: {
-            int(name.split(":")[0]): (row[name], row[name.replace("ms", "MB")])
-            for name in row
-            if name.endswith(": ms") and isinstance(row[name], float)
-        }
-        for row in rows
-    }
+    curves: dict[str, dict[int, tuple[float, float]]] = {}
+    wanted = {name + end for name in ROWS.values() for end in ("", f" + {COLUMNS['fastrpb']}")}
+    for row in rows:
+        if row["layer"] in wanted:
+            point = row["forward ms"], row["forward MB"]
+            curves.setdefault(row["layer"], {})[row["length"]] = point
     device = machine.get("gpu") or machine["cpu"]
     return curves, f"{device}, torch {machine['torch']}, {machine['date']}"
 
