@@ -3,6 +3,7 @@
 import functools
 import inspect
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 try:
     import typer
 
-    from fastrpb.show import Display, show_cells, show_dataset
+    from fastrpb.show import Display, show_dataset, show_table
 except ModuleNotFoundError as missing:
     message = f"fastrpb: the command needs the package {missing.name}: pip install 'fastrpb[cli]'"
     print(message, file=sys.stderr)
@@ -31,7 +32,9 @@ EXTRAS |= {"matplotlib": "report", "optuna": "sweep"}
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
-TaskName = Annotated[str, typer.Argument(help=f"One of {', '.join(TASKS)}.")]
+TaskName = Annotated[
+    str, typer.Argument(help=f"One of {', '.join(TASKS)}.", autocompletion=lambda: TASKS)
+]
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run.")]
 DataDir = Annotated[
     Path | None,
@@ -51,6 +54,10 @@ def main() -> None:
         app()
     except ValueError as error:
         _complain(str(error))
+    except OSError as error:
+        _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
     except ModuleNotFoundError as missing:
         if missing.name not in EXTRAS:
             raise
@@ -64,8 +71,14 @@ def _is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def _alone(command: str) -> None:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError(f"{command} starts its own processes; give it without a launcher")
+
+
 def _complain(sentence: str) -> None:
-    if _is_main():
+    """What went wrong, once on each machine."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"fastrpb: {sentence}", file=sys.stderr)
 
 
@@ -174,7 +187,9 @@ def _config_options(*left_out: str) -> Callable[[Callable[..., None]], Callable[
 @app.command()
 @_config_options()
 def train(
-    task: Annotated[str | None, typer.Argument(help=f"One of {', '.join(TASKS)}.")] = None,
+    task: Annotated[
+        str | None, typer.Argument(help=f"One of {', '.join(TASKS)}.", autocompletion=lambda: TASKS)
+    ] = None,
     *,
     config: Annotated[
         Path | None, typer.Option(help="A config.json, or the folder of a run, instead of TASK.")
@@ -214,7 +229,7 @@ def train(
     else:
         resolved = _resolve(task, config, values)
         run = Run(out or Path("runs", resolved.name))
-        if run.exists():
+        if _is_main() and run.exists():
             raise ValueError(
                 f"{run.folder} has a run already; go on with: fastrpb train --resume {run.folder}, "
                 "or choose another folder by --out"
@@ -232,7 +247,9 @@ def train(
                 on_progress=functools.partial(display.progress, run.folder.name),
             )
     except Interruption as interruption:
-        _complain(str(interruption))
+        again = ["fastrpb", "train", "--resume", str(run.folder)]
+        again += ["--data-dir", str(data_dir)] if data_dir else []
+        _complain(f"{interruption}; go on with: {shlex.join([*again, *['--cpu'] * cpu])}")
         sys.exit(128 + interruption.number)
     if _is_main():
         print(f"{run.folder}: {_in_words(record)}")
@@ -268,15 +285,19 @@ def compare(
     """
     from fastrpb.compare import grid
 
+    _alone("compare")
     numbers = [_whole_number("seeds", word) for word in seeds.split(",")]
-    configs = grid(task, features.split(","), position.split(","), numbers, values)
+    rows, columns = ([word.strip() for word in x.split(",")] for x in (features, position))
+    configs = grid(task, rows, columns, numbers, values)
     _compare(configs, out, metric, jobs=jobs, data_dir=data_dir, cpu=cpu)
 
 
 @app.command()
 @_config_options()
 def sweep(
-    task: Annotated[str | None, typer.Argument(help=f"One of {', '.join(TASKS)}.")] = None,
+    task: Annotated[
+        str | None, typer.Argument(help=f"One of {', '.join(TASKS)}.", autocompletion=lambda: TASKS)
+    ] = None,
     *,
     trials: Annotated[int, typer.Option(min=1, help="Of the study, all workers together.")] = 20,
     low: Annotated[float | None, typer.Option(help="Least rate. Default: a tenth.")] = None,
@@ -304,6 +325,7 @@ def sweep(
     from fastrpb.sweep import sweep as search
     from fastrpb.train import Interruption
 
+    _alone("sweep")
     resolved = _resolve(task, config, values)
     folder = out or Path("runs", f"sweep-{resolved.name}")
     try:
@@ -342,6 +364,8 @@ def evaluate(
     from fastrpb.train import evaluate_run
 
     metrics = evaluate_run(run, split, data_dir=data_dir, cpu=cpu)
+    if not _is_main():
+        return
     print(
         f"{run}, {split}: accuracy {metrics.accuracy:.2%}, macro F1 {metrics.f1:.2%}, "
         f"loss {metrics.loss:.4f}"
@@ -441,7 +465,7 @@ def _compare(
     configs: Sequence[RunConfig], folder: Path, metric: str, **options: Any
 ) -> list[dict[str, Any]]:
     """Run a grid, show it going on and its table at the end."""
-    from fastrpb.compare import cells, finished, on_test
+    from fastrpb.compare import cells, finished, lines, on_test
     from fastrpb.compare import compare as run_grid
 
     before = finished(configs, folder)
@@ -461,10 +485,11 @@ def _compare(
 
         try:
             records = run_grid(configs, folder, on_event=tell, **options)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit) as stop:
             _complain("stopped, and saved; the same command goes on")
-            sys.exit(130)
-    show_cells(cells(records, on_test(metric)), f"{configs[0].task}: test {metric}, %")
+            sys.exit(stop.code if isinstance(stop, SystemExit) else 130)
+    if records:
+        show_table(lines(cells(records, on_test(metric))), f"{configs[0].task}: test {metric}, %")
     print(f"{len(records)} of {len(configs)} runs are finished; their records are in {folder}")
     if failed:
         raise ValueError(f"{len(failed)} of {len(configs)} runs gave no result, see above")

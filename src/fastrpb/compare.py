@@ -4,7 +4,6 @@ Finished runs are skipped and begun ones go on, so a grid can be stopped and con
 processes can work at the same one: whoever holds a run's lock trains it.
 """
 
-import json
 import multiprocessing
 import os
 import signal
@@ -19,10 +18,12 @@ from typing import Any, NamedTuple, cast, get_args
 import torch
 
 from fastrpb.checks import check_choice
-from fastrpb.config import RunConfig, override, preset, with_row
+from fastrpb.config import COLUMNS, ROWS, RunConfig, override, preset, with_row
 from fastrpb.model import Position
-from fastrpb.run import BusyError, read_lines
+from fastrpb.run import BusyError, Run, read_lines, same_config
 from fastrpb.train import Interruption, Progress, train
+
+_LOOK_AGAIN = 1.0  # seconds between looks at the runs of other processes
 
 Event = Progress | dict[str, Any] | str  # how a run stands, its record, or why there is none
 
@@ -69,52 +70,71 @@ def compare(
     Args:
         configs: of the runs, as `grid` makes them.
         folder: of the runs and of their results.jsonl.
-        jobs: processes that train at the same time; they share the cores.
+        jobs: processes that train at the same time; they share the cores, or take GPUs in turn.
         data_dir, cpu: as in `fastrpb.train.train`.
         on_event: called with a config and how its run stands, its record, or why it has none.
+
+    Runs that other processes are training are waited for. A script that calls this needs
+    `if __name__ == "__main__":`, as any that starts processes.
     """
     if jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1")
     folder = Path(folder)
     done = finished(configs, folder)
-    todo = [config for config in configs if config not in done]
+    todo = [config for config in dict.fromkeys(configs) if config not in done]
     context = multiprocessing.get_context("forkserver")
     # Imported once, before any process starts.
     context.set_forkserver_preload(["fastrpb.train"])
-    threads = max(1, torch.get_num_threads() // jobs)
-    running: dict[Any, tuple[RunConfig, Any]] = {}  # by pipe
+    places = _places(jobs)
+    running: dict[Any, tuple[RunConfig, Any, str]] = {}  # by pipe
     try:
         while todo or running:
-            while todo and len(running) < jobs:
-                config, (mine, its) = todo.pop(0), context.Pipe()
-                arguments = (its, config, folder / config.name, data_dir, cpu, threads)
+            free = [config for config in todo if not Run(folder / config.name).busy()]
+            for config, place in zip(free, places.copy(), strict=False):
+                todo.remove(config)
+                places.remove(place)
+                mine, its = context.Pipe()
+                arguments = (its, config, folder / config.name, data_dir, cpu, place, jobs)
                 process = context.Process(target=_train_apart, args=arguments)
                 process.start()
                 its.close()
-                running[mine] = config, process
-            for pipe in wait(running):
-                config, process = running[pipe]
+                running[mine] = config, process, place
+            for pipe in wait(running, timeout=_LOOK_AGAIN):
+                config, process, place = running[pipe]
                 try:
                     event = cast(Connection, pipe).recv()
-                    on_event(config, event)
                 except EOFError:
                     process.join()
                     del running[pipe]
-                    if process.exitcode:
-                        on_event(config, f"its process ended with exit code {process.exitcode}")
+                    places.append(place)
+                    event = process.exitcode and f"its process ended with code {process.exitcode}"
+                if isinstance(event, BusyError):
+                    todo.append(config)  # another process was quicker
+                elif event:
+                    on_event(config, event)
+            # What other processes have finished meanwhile.
+            done = finished(todo, folder)
+            todo = [config for config in todo if config not in done]
     finally:
         # Stopped: what runs saves its state and ends.
-        for _, process in running.values():
+        for _, process, _ in running.values():
             process.terminate()
-        for _, process in running.values():
+        for _, process, _ in running.values():
             process.join()
     return list(finished(configs, folder).values())
 
 
+def _places(jobs: int) -> list[str]:
+    """The GPU that each job may see, taken in turn; nothing where there is none."""
+    count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    return [visible[job % count] if count else "" for job in range(jobs)]
+
+
 def finished(configs: Sequence[RunConfig], folder: Path) -> dict[RunConfig, dict[str, Any]]:
     """The configs that have a record in the folder's results, with it."""
-    records = {_key(r["config"]): r for r in read_lines(folder / "results.jsonl")}
-    keys = {config: _key(asdict(config)) for config in configs}
+    records = {same_config(r.get("config", {})): r for r in read_lines(folder / "results.jsonl")}
+    keys = {config: same_config(asdict(config)) for config in configs}
     return {config: records[key] for config, key in keys.items() if key in records}
 
 
@@ -130,6 +150,21 @@ class Cell(NamedTuple):
 
 
 Cells = dict[tuple[str, str], Cell]  # by row and column, as `ROWS` and `COLUMNS` have them
+
+
+def lines(cells: Cells, mark: Callable[[tuple[str, str]], str] | None = None) -> list[list[str]]:
+    """A table's words, its head first; what cannot be, or is not there, is N/A.
+
+    >>> lines({("sikf", "none"): Cell(92.5, 0.51, 3)})
+    [['', 'None'], ['Linear, SIKF', '92.50 ± 0.51']]
+    """
+    rows = [row for row in ROWS if any(row == key[0] for key in cells)]
+    columns = [column for column in COLUMNS if any(column == key[1] for key in cells)]
+    words = mark or (lambda key: str(cells[key]))
+    return [["", *(COLUMNS[column] for column in columns)]] + [
+        [ROWS[row], *(words(key) if (key := (row, c)) in cells else "N/A" for c in columns)]
+        for row in rows
+    ]
 
 
 def on_test(metric: str) -> Callable[[dict[str, Any]], float]:
@@ -150,23 +185,22 @@ def cells(records: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], f
     }
 
 
-def _key(config: dict[str, Any]) -> str:
-    return json.dumps(config, sort_keys=True)
-
-
 def _train_apart(
     pipe: Connection,
     config: RunConfig,
     folder: Path,
     data_dir: str | Path | None,
     cpu: bool,
-    threads: int,
+    place: str,
+    jobs: int,
 ) -> None:
     """What a process of the grid does: train, and tell how it goes."""
     os.setsid()  # Ctrl-C reaches the grid alone, which then ends its processes once
-    torch.set_num_threads(threads)
+    if place:
+        os.environ["CUDA_VISIBLE_DEVICES"] = place
+    torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
 
-    def tell(event: Event) -> None:
+    def tell(event: Event | BusyError) -> None:
         try:
             pipe.send(event)
         except OSError:  # the grid was killed
@@ -175,7 +209,7 @@ def _train_apart(
     with suppress(Interruption, KeyboardInterrupt):
         try:
             tell(train(config, folder, data_dir=data_dir, cpu=cpu, on_progress=tell))
-        except BusyError:
-            tell("another process trains it")
-        except ValueError as error:
+        except BusyError as busy:
+            tell(busy)
+        except (OSError, ValueError) as error:
             tell(str(error))

@@ -123,6 +123,8 @@ class RunConfig:
                 raise ValueError(f"{name}={value!r} must be a number")
             if not 0 <= value < below:
                 raise ValueError(f"{name}={value} must be from 0 to below {below}")
+            if name in ("clip", "eps") and not value:
+                raise ValueError(f"{name}=0 leaves nothing of the gradients; give more")
         if not isinstance(self.compile, bool):
             raise ValueError(f"compile={self.compile!r} must be true or false")
 

@@ -22,6 +22,8 @@ def replacing(path: Path) -> Iterator[Path]:
         yield part
         with part.open("rb") as file:
             os.fsync(file.fileno())  # a rename must not outrun the content
+        os.umask(mask := os.umask(0o022))
+        part.chmod(0o666 & ~mask)  # some writers keep others out
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

@@ -5,7 +5,7 @@ A `ModelConfig` names the parts; `_attend`, `_encoding` and `_bias` make objects
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -103,6 +103,9 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
             check_choice(name, getattr(self, name), get_args(kind))
         for name in _SIZES:
             check_size(name, getattr(self, name))
+        for name in ("causal", "checkpoint"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r} must be true or false")
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be from 0 to below 1")
@@ -359,13 +362,8 @@ MODELS: dict[str, Callable[[ModelConfig], nn.Module]] = {
 }
 
 
-def save_model(
-    model: nn.Module, path: str | os.PathLike, weights: Mapping[str, Tensor] | None = None
-) -> None:
-    """Write weights and config into one safetensors file, atomically.
-
-    `weights` replaces the model's own state dict, where that is in parts on several processes.
-    """
+def save_model(model: nn.Module, path: str | os.PathLike) -> None:
+    """Write weights and config into one safetensors file, atomically."""
     safetensors = _safetensors()
     if type(model).__name__ not in MODELS:
         raise TypeError(
@@ -373,9 +371,9 @@ def save_model(
             "unwrap a compiled or distributed model first"
         )
     meta = {"model": type(model).__name__, "config": json.dumps(asdict(model.config))}  # pyright: ignore[reportArgumentType]
-    weights = model.state_dict() if weights is None else weights
+    weights = {key: x.contiguous() for key, x in model.state_dict().items()}
     with replacing(Path(path)) as part:
-        safetensors.torch.save_file({key: x.contiguous() for key, x in weights.items()}, part, meta)
+        safetensors.torch.save_file(weights, part, meta)
 
 
 def load_model(path: str | os.PathLike, device: str | torch.device = "cpu") -> nn.Module:

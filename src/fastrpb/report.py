@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from fastrpb import figures
-from fastrpb.compare import Cells, cells, on_test
+from fastrpb.compare import Cells, cells, lines, on_test
 from fastrpb.config import COLUMNS, ROWS
 from fastrpb.files import replacing
 from fastrpb.run import Run, read_lines
@@ -148,17 +148,10 @@ def ranks(table: Table) -> dict[tuple[str, str], int]:
     return {key: values.index(round(cell.mean, 2)) + 1 for key, cell in table.cells.items()}
 
 
-def _grid(table: Table, mark: Callable[[str, int], str]) -> list[list[str]]:
-    """The words of a table line by line, each cell marked by its rank."""
-    rows = [row for row in ROWS if any(row == key[0] for key in table.cells)]
-    columns = [column for column in COLUMNS if any(column == key[1] for key in table.cells)]
+def _marked(table: Table, marks: dict[int, str]) -> list[list[str]]:
+    """The words of a table line by line, the best and the second in their marks."""
     place = ranks(table)
-    lines = [["", *(COLUMNS[column] for column in columns)]]
-    for row in rows:
-        keys = [(row, column) for column in columns]
-        words = [mark(str(table.cells[k]), place[k]) if k in place else "N/A" for k in keys]
-        lines.append([ROWS[row], *words])
-    return lines
+    return lines(table.cells, lambda key: marks.get(place[key], "%s") % str(table.cells[key]))
 
 
 def as_markdown(table: Table) -> str:
@@ -173,21 +166,15 @@ def as_markdown(table: Table) -> str:
     | Linear, SIKF | **92.50 ± 0.51** |
     <BLANKLINE>
     """
-    marks = {1: "**{}**", 2: "<u>{}</u>"}
-    head, *lines = _grid(table, lambda words, rank: marks.get(rank, "{}").format(words))
-    lines = [head, ["---"] * len(head), *lines]
-    return f"{table.title}:\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    head, *body = _marked(table, {1: "**%s**", 2: "<u>%s</u>"})
+    words = [head, ["---"] * len(head), *body]
+    return f"{table.title}:\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in words)
 
 
 def as_latex(table: Table) -> str:
     r"""A table in LaTeX, as the paper has them: \textbf for the best, \uuline for the second."""
-    marks = {1: r"\textbf{%s}", 2: r"\uuline{%s}"}
-
-    def mark(words: str, rank: int) -> str:
-        return marks.get(rank, "%s") % words.replace("±", r"$\pm$")
-
-    head, *lines = _grid(table, mark)
-    body = "".join(f"  {' & '.join(line)} \\\\\n" for line in lines)
+    head, *words = _marked(table, {1: r"\textbf{%s}", 2: r"\uuline{%s}"})
+    body = "".join(f"  {' & '.join(line)} \\\\\n" for line in words).replace("±", r"$\pm$")
     return (
         f"% {table.title}\n\\begin{{tabular}}{{l{'c' * (len(head) - 1)}}}\n  \\toprule\n"
         f"  {' & '.join(head)} \\\\\n  \\midrule\n{body}  \\bottomrule\n\\end{{tabular}}\n"
@@ -195,8 +182,7 @@ def as_latex(table: Table) -> str:
 
 
 def as_html(table: Table) -> str:
-    marks = {1: "<b>{}</b>", 2: '<span class="second">{}</span>'}
-    head, *lines = _grid(table, lambda words, rank: marks.get(rank, "{}").format(words))
+    head, *lines = _marked(table, {1: "<b>%s</b>", 2: '<span class="second">%s</span>'})
     top = "".join(f'<th scope="col">{word}</th>' for word in head)
     body = "".join(
         f'<tr><th scope="row">{name}</th>{"".join(f"<td>{word}</td>" for word in words)}</tr>'

@@ -18,6 +18,7 @@ import subprocess
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fastrpb import __version__
-from fastrpb.config import RunConfig, differences, load_config, to_json
+from fastrpb.config import RunConfig, differences, from_json, load_config, to_json
 from fastrpb.files import replacing
 
 KEPT = 2  # checkpoints
@@ -57,18 +58,25 @@ class Run:
     def open(self, config: RunConfig) -> None:
         """Make the folder, or check that it belongs to the same config."""
         if self.exists():
-            changed = differences(self.config(), config)
-            if changed:
-                raise ValueError(
-                    f"{self.folder} was begun with another config: {'; '.join(changed)}; "
-                    "resume without these changes, or choose another folder by --out"
-                )
+            self.check(asdict(self.config()), config)
             return
-        if self.folder.exists() and any(p.name != "lock" for p in self.folder.iterdir()):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # A process that was killed just here leaves no more than these.
+        ours = {"lock"} | {path.name for path in self.folder.glob("*.part")}
+        if {path.name for path in self.folder.iterdir()} - ours:
             raise ValueError(f"{self.folder} has files but no run; choose another folder by --out")
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
         with replacing(self.config_file) as part:
             part.write_text(to_json(config))
+
+    def check(self, begun: dict[str, Any], config: RunConfig) -> None:
+        """That a config is the one the run was begun with."""
+        saved = from_json(json.dumps(begun), self.folder)
+        changed = differences(saved, config)
+        if changed:
+            raise ValueError(
+                f"{self.folder} was begun with another config: {'; '.join(changed)}; "
+                "resume without these changes, or begin another run"
+            )
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -80,19 +88,33 @@ class Run:
         except Timeout:
             raise BusyError(f"another process is training in {self.folder}") from None
 
+    def busy(self) -> bool:
+        """Whether a process is training here."""
+        if not (self.folder / "lock").exists():
+            return False
+        try:
+            with self.locked():
+                return False
+        except BusyError:
+            return True
+
     def result(self) -> dict[str, Any] | None:
         """The record of a finished run."""
-        if not self.result_file.exists():
+        if not self.result_file.exists() or not self.model_file.exists():
             return None
         try:
-            return json.loads(self.result_file.read_text())
-        except ValueError:
+            record = json.loads(self.result_file.read_text())
+            if not record["metrics"]["test"] or not record["config"]:
+                raise ValueError
+            return record
+        except (KeyError, TypeError, ValueError):
             raise ValueError(
-                f"{self.result_file} is damaged; remove it and resume to write it again"
+                f"{self.result_file} is damaged; its record may be in {self.results_file}; "
+                "remove the run to train it again"
             ) from None
 
     def finish(self, record: dict[str, Any]) -> None:
-        """Add the record to the results and mark the run as finished."""
+        """Add the record to the results and mark the run as finished; no harm if it was done."""
         append_result(self.results_file, record)
         with replacing(self.result_file) as part:
             part.write_text(json.dumps(record, indent=2) + "\n")
@@ -100,13 +122,14 @@ class Run:
 
     def forget(self) -> None:
         """Remove the checkpoints of a run that will not go on."""
-        for path in self.checkpoints.iterdir():
+        for path in self.checkpoints.glob("step-*"):
             path.unlink()
 
     def steps(self) -> list[int]:
         """The steps that are saved."""
         files = self.checkpoints.glob("step-*.safetensors")
-        return sorted(int(path.stem.removeprefix("step-")) for path in files)
+        numbers = (path.stem.removeprefix("step-") for path in files)
+        return sorted(int(number) for number in numbers if number.isdecimal())
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08}.safetensors"
@@ -114,7 +137,8 @@ class Run:
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Write a checkpoint whole or not at all, then remove all but the newest few."""
         tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-        meta = {"state": json.dumps(state), "crc32": str(_crc32(tensors))}
+        words = json.dumps(state)
+        meta = {"state": words, "crc32": str(_crc32(words, tensors))}
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         with replacing(self.checkpoint(step)) as part:
             save_file(tensors, part, meta)
@@ -134,7 +158,7 @@ class Run:
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"{path} is damaged ({reason}); {advice}") from None
-        if meta.get("crc32") != str(_crc32(tensors)):
+        if meta.get("crc32") != str(_crc32(meta["state"], tensors)):
             raise ValueError(f"{path} is damaged (its checksum differs); {advice}")
         return tensors, state
 
@@ -149,7 +173,7 @@ class Run:
         """Forget what was logged after a step, and parts of files that a killed process left."""
         for part in self.folder.rglob("*.part"):
             part.unlink()
-        kept = [line for line in self.metrics() if line["step"] <= step]
+        kept = [line for line in self.metrics() if line.get("step", 0) <= step]
         with replacing(self.metrics_file) as part:
             part.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
@@ -165,20 +189,30 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     lines = path.read_text().splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            yield json.loads(line)
+            value = json.loads(line)
+            if not isinstance(value, dict):
+                raise ValueError
+            yield value
         except ValueError:
             if number < len(lines):
                 raise ValueError(f"{path}: line {number} is damaged; remove it") from None
 
 
+def same_config(config: dict[str, Any]) -> str:
+    """A text that two configs share if they are equal, whether they were in JSON or not."""
+    return json.dumps(config, sort_keys=True)
+
+
 def append_result(path: Path, record: dict[str, Any]) -> None:
-    """Add a line, unless the same run is there; several processes may do so at once."""
+    """Add a line, in place of one of the same run; several processes may do so at once."""
+
+    def key(line: dict[str, Any]) -> tuple[str, str]:
+        return line.get("name", ""), same_config(line.get("config", {}))
+
     with FileLock(f"{path}.lock"):
-        known = list(read_lines(path))
-        if any(r["name"] == record["name"] and r["config"] == record["config"] for r in known):
-            return
+        others = [line for line in read_lines(path) if key(line) != key(record)]
         with replacing(path) as part:
-            part.write_text("".join(json.dumps(line) + "\n" for line in [*known, record]))
+            part.write_text("".join(json.dumps(line) + "\n" for line in [*others, record]))
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
@@ -206,17 +240,20 @@ def peak_memory(device: torch.device) -> int:
 
 def _revision() -> str | None:
     """The commit of the source that runs, with "+" where it was changed; None outside a clone."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe"]
-    options = ["--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    git = ["git", "-C", str(Path(__file__).parent)]
+    ours = [*git, "ls-files", "--error-unmatch", Path(__file__).name]  # not of a clone around us
+    describe = [*git, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
-        done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
+        subprocess.run(ours, capture_output=True, check=True)
+        done = subprocess.run(describe, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
 
 
-def _crc32(tensors: dict[str, Tensor]) -> int:
-    code = 0
+def _crc32(words: str, tensors: dict[str, Tensor]) -> int:
+    code = zlib.crc32(words.encode())
     for name in sorted(tensors):
+        code = zlib.crc32(name.encode(), code)
         code = zlib.crc32(tensors[name].flatten().view(torch.uint8).numpy().data, code)
     return code

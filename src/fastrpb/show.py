@@ -8,14 +8,13 @@ from rich.columns import Columns
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from fastrpb.config import COLUMNS, ROWS
 from fastrpb.data import Dataset, Split
 
 if TYPE_CHECKING:
-    from fastrpb import compare, train
+    from fastrpb import train
 
 _LINE_EVERY = 5.0  # seconds, where there is no terminal
 
@@ -30,14 +29,13 @@ class Display:
 
     def __init__(self) -> None:
         self.console = Console(highlight=False, soft_wrap=True)
-        words = ("{task.description}", "{task.fields[words]}")
-        self.bars = Progress(TextColumn(words[0]), BarColumn(20), TextColumn(words[1]))
+        name = TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=28))
+        words = TextColumn("{task.fields[words]}", table_column=Column(no_wrap=True))
+        self.bars = Progress(name, BarColumn(12), words)
         self.tasks: dict[str, TaskID] = {}
         self.last = time.monotonic()
 
     def __enter__(self) -> "Display":
-        if self.console.is_terminal:
-            self.bars.start()
         return self
 
     def __exit__(
@@ -46,13 +44,14 @@ class Display:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.console.is_terminal:
+        if self.tasks:
             self.bars.stop()
 
     def progress(self, name: str, progress: "train.Progress") -> None:
         words = in_words(progress)
         if self.console.is_terminal:
             if name not in self.tasks:
+                self.bars.start()
                 self.tasks[name] = self.bars.add_task(name, total=progress.steps, words="")
             self.bars.update(self.tasks[name], completed=progress.step, words=words)
         elif time.monotonic() - self.last > _LINE_EVERY or progress.step == progress.steps:
@@ -73,19 +72,17 @@ class Display:
 def in_words(progress: "train.Progress") -> str:
     minutes, seconds = divmod(round(progress.seconds_left), 60)
     return (
-        f"step {progress.step}/{progress.steps}  loss {progress.loss:.4f}  "
-        f"accuracy {progress.accuracy:.1%}  {progress.tokens_per_second:,.0f} tokens/s  "
-        f"{minutes}:{seconds:02} left"
+        f"{minutes}:{seconds:02} left  step {progress.step}/{progress.steps}  "
+        f"loss {progress.loss:.4f}  accuracy {progress.accuracy:.1%}  "
+        f"{progress.tokens_per_second:,.0f} tokens/s"
     )
 
 
-def show_cells(cells: "dict[tuple[str, str], compare.Cell]", title: str) -> None:
-    """The table of a comparison; combinations that cannot be, or are not there, are N/A."""
-    rows = [row for row in ROWS if any(row == key[0] for key in cells)]
-    columns = [column for column in COLUMNS if any(column == key[1] for key in cells)]
-    table = Table("", *(COLUMNS[column] for column in columns), title=title)
-    for row in rows:
-        table.add_row(ROWS[row], *(str(cells.get((row, column), "N/A")) for column in columns))
+def show_table(lines: list[list[str]], title: str) -> None:
+    head, *body = lines
+    table = Table(*head, title=title)
+    for line in body:
+        table.add_row(*line)
     Console().print(table)
 
 

@@ -1,5 +1,7 @@
 """The paper's search of the learning rate: Bayesian, over trials that many machines can share."""
 
+import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -9,13 +11,13 @@ from uuid import uuid4
 import optuna
 from filelock import FileLock, Timeout
 from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, TrialState
 
 from fastrpb.config import RunConfig, differences, from_json, to_json
 from fastrpb.files import replacing
 from fastrpb.run import Run
-from fastrpb.train import DivergedError, Metrics, Progress, train
+from fastrpb.train import DivergedError, Metrics, Progress, load_data, train
 
 _FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
@@ -47,12 +49,14 @@ def sweep(
         on_progress: called with the name of a trial and how it stands.
         on_trial: called with the name of a trial and what came of it.
     """
-    config = replace(config, validation="train")
-    low, high = low or config.learning_rate / 10, high or config.learning_rate * 10
+    wanted, config = config, replace(config, validation="train")
+    low = config.learning_rate / 10 if low is None else low
+    high = config.learning_rate * 10 if high is None else high
     if trials < 1:
         raise ValueError(f"trials={trials} must be at least 1")
-    if not 0 < low < high:
-        raise ValueError(f"low={low:g} and high={high:g} must be positive, the first the smaller")
+    if not 0 < low < high < math.inf:
+        raise ValueError(f"low={low:g} and high={high:g} must be positive, the first less")
+    load_data(config, data_dir)  # first, so that a missing file leaves no study
     folder, worker = Path(folder), uuid4().hex
     study = _open(config, folder)
 
@@ -89,9 +93,10 @@ def sweep(
             study.stop()
 
     if len(study.get_trials(states=_FINISHED)) < trials:
-        with _alive(folder, worker):
+        with _alive(folder, worker) as alive:
             study.optimize(objective, callbacks=[enough])
-    return _best(study, config, folder)
+        Path(alive.lock_file).unlink(missing_ok=True)
+    return _best(study, wanted, folder)
 
 
 def _alive(folder: Path, worker: str) -> FileLock:
@@ -106,12 +111,15 @@ def _run(folder: Path, rate: float) -> Run:
 
 def _open(config: RunConfig, folder: Path) -> optuna.Study:
     """The study of the folder, with the trials that were cut off in its queue again."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "study.lock"):
+        # Whole, since a lock that a killed worker left is a link to it.
+        journal = str((folder / "study.journal").resolve())
+        _mend(journal)
         study = optuna.create_study(
             study_name="learning_rate",
-            storage=JournalStorage(JournalFileBackend(str(folder / "study.journal"))),
+            storage=JournalStorage(JournalFileBackend(journal)),
             direction="maximize",
             sampler=optuna.samplers.TPESampler(constant_liar=True),  # for parallel workers
             load_if_exists=True,
@@ -130,12 +138,25 @@ def _open(config: RunConfig, folder: Path) -> optuna.Study:
     return study
 
 
+def _mend(journal: str) -> None:
+    """Cut off a last line that a full disk or a killed worker left unfinished."""
+    lock = JournalFileSymlinkLock(journal)
+    lock.acquire()
+    try:
+        content = Path(journal).read_bytes() if Path(journal).exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]
+        if whole != content:
+            os.truncate(journal, len(whole))
+    finally:
+        lock.release()
+
+
 def _queue_again(study: optuna.Study, folder: Path) -> None:
     """A rate that was tried but neither finished, nor waits, nor is at a living worker's."""
     cut_off, others = [], set()
     for trial in study.get_trials(deepcopy=False):
         rate = (trial.params or trial.system_attrs.get("fixed_params", {})).get("learning_rate")
-        dead = trial.state == TrialState.RUNNING and trial.params and _is_dead(trial, folder)
+        dead = trial.state == TrialState.RUNNING and _is_dead(trial, folder)
         if dead:
             study.tell(trial.number, state=TrialState.FAIL)
         if dead or trial.state == TrialState.FAIL:
@@ -148,6 +169,8 @@ def _queue_again(study: optuna.Study, folder: Path) -> None:
 
 
 def _is_dead(trial: FrozenTrial, folder: Path) -> bool:
+    if "worker" not in trial.user_attrs:
+        return False  # just begun
     try:
         with _alive(folder, trial.user_attrs["worker"]):
             return True

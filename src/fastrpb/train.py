@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import ProjectConfiguration, broadcast_object_list
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -70,11 +70,8 @@ class Metrics(NamedTuple):
 class Interruption(Exception):  # noqa: N818, nothing went wrong
     """A signal ended the training; its state is saved."""
 
-    def __init__(self, run: Run, step: int, steps: int, number: int):
-        super().__init__(
-            f"stopped at step {step} of {steps}, and saved; go on with: "
-            f"fastrpb train --resume {run.folder}"
-        )
+    def __init__(self, step: int, steps: int, number: int):
+        super().__init__(f"stopped at step {step} of {steps}, and saved")
         self.number = number
 
 
@@ -101,7 +98,8 @@ def train(
         trackers: of "tensorboard" and "wandb", what else to write to.
         cpu: train on the CPU even where there is a GPU.
         on_progress: called after every tenth step.
-        on_validation: called after every validation with the step; what it raises ends the run.
+        on_validation: called after every validation with the step, in every process; what it
+            raises ends the run.
 
     Raises:
         Interruption: after SIGINT or SIGTERM, with the state saved.
@@ -118,26 +116,30 @@ def train(
     run = Run(folder)
     data = load_data(config, data_dir)  # first, so that a missing file leaves no folder
     accelerator = _accelerator(config, run, trackers, cpu)
-    with run.locked() if accelerator.is_main_process else nullcontext():
-        if accelerator.is_main_process:
-            run.open(config)
-        accelerator.wait_for_everyone()
+    with _clear_errors(config, accelerator), _own_random_numbers(accelerator.device):
+        # Made before the folder, so that a config that cannot be leaves none.
+        trainer = _Trainer(config, run, accelerator, data, on_progress, on_validation)
+        with run.locked() if accelerator.is_main_process else nullcontext():
+            finished = _begin(run, config, accelerator)
+            if finished is not None:
+                return finished
+            try:
+                with _caught_signals() as trainer.signals:
+                    return trainer.fit()
+            finally:
+                accelerator.end_training()
+
+
+def _begin(run: Run, config: RunConfig, accelerator: Accelerator) -> dict[str, Any] | None:
+    """Open the folder, which the first process alone looks at; the record of a finished run."""
+    finished = None
+    if accelerator.is_main_process:
+        run.open(config)
         finished = run.result()
         if finished is not None:
-            return finished
-        try:
-            trainer = _Trainer(config, run, accelerator, data, on_progress, on_validation)
-            with _caught_signals() as trainer.signals:
-                return trainer.fit()
-        except torch.OutOfMemoryError as error:
-            raise ValueError(
-                f"{accelerator.device} has too little memory for batch_size={config.batch_size}; "
-                "try accumulate=4, checkpoint=true or a smaller batch"
-            ) from error
-        except (OSError, SafetensorError) as error:
-            raise ValueError(_unsaved(run, error)) from error
-        finally:
-            accelerator.end_training()
+            run.check(finished["config"], config)
+            run.finish(finished)
+    return broadcast_object_list([finished])[0]
 
 
 def evaluate(
@@ -176,7 +178,9 @@ def evaluate(
 
 def classify(model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
     """Logits (batch, classes) and labels on the device."""
-    tokens, mask, labels, _ = (x.to(device, non_blocking=True) for x in batch)
+    if device.type == "cuda":  # pinned, so that the copy need not wait for the kernels before it
+        batch = Batch(*(x.pin_memory() for x in batch))
+    tokens, mask, labels = (x.to(device, non_blocking=True) for x in batch[:3])
     if tokens.dim() == 3:
         return model(*tokens.unbind(1), *mask.unbind(1)), labels
     return model(tokens, mask), labels
@@ -186,16 +190,18 @@ def load_run(folder: str | Path) -> tuple[RunConfig, nn.Module]:
     """Config and model of a run in eval mode: the trained one, or that of the last checkpoint."""
     run = Run(folder)
     config = run.config()
-    if run.model_file.exists():
-        return config, load_model(run.model_file)
-    if not run.steps():
-        raise ValueError(
-            f"{folder} has no weights yet; train with: fastrpb train --resume {folder}"
-        )
-    tensors, _ = run.load(run.steps()[-1])
-    model = build(config)
-    model.load_state_dict(under("model.", tensors))
-    return config, model.eval()
+    with _own_random_numbers(torch.device("cpu")):  # a new model draws its first weights
+        if run.model_file.exists():
+            return config, load_model(run.model_file)
+        if not run.steps():
+            raise ValueError(
+                f"{folder} has no weights; train with: fastrpb train --resume {folder}"
+            )
+        tensors, state = run.load(run.steps()[-1])
+        run.check(state["config"], config)
+        model = build(config)
+        model.load_state_dict(under("model.", tensors))
+        return config, model.eval()
 
 
 def evaluate_run(
@@ -211,7 +217,8 @@ def evaluate_run(
     accelerator = _accelerator(config, Run(folder), (), cpu)
     rows: Split = getattr(data, split)
     size = EVALUATION_BATCHES * config.batch_size
-    return evaluate(accelerator.prepare(model), rows, data.task, size, accelerator)
+    with _clear_errors(config, accelerator), _own_random_numbers(accelerator.device):
+        return evaluate(accelerator.prepare(model), rows, data.task, size, accelerator)
 
 
 def predict(folder: str | Path, items: Sequence[str]) -> list[tuple[str, float]]:
@@ -225,8 +232,8 @@ def predict(folder: str | Path, items: Sequence[str]) -> list[tuple[str, float]]
     facts = task_of(config)
     if len(items) != 1 + facts.pair:
         raise ValueError(f"{facts.name} takes {1 + facts.pair} inputs, got {len(items)}")
-    _seed("evaluate")
-    with torch.no_grad():
+    with torch.no_grad(), _own_random_numbers(torch.device("cpu")):
+        _seed("evaluate")
         logits = model(*(facts.encode(item).unsqueeze(0) for item in items))
     probabilities = logits.softmax(-1).squeeze(0).tolist()
     return sorted(zip(facts.classes, probabilities, strict=True), key=lambda pair: -pair[1])
@@ -252,27 +259,30 @@ class _Trainer:
         self.steps = config.steps or (config.epochs or 0) * len(self.batches)
         self.eval_every = config.eval_every or len(self.batches)
         _seed("weights", config.seed)
-        self.raw = build(config)
+        model = build(config)
+        self.parameters = sum(p.numel() for p in model.parameters())
         if config.compile:
-            self.raw.compile()
+            model.compile()
         optimizer = torch.optim.AdamW(
-            self.raw.parameters(),
+            model.parameters(),
             betas=(0.9, config.beta2),
             eps=config.eps,
             weight_decay=config.weight_decay,
             fused=accelerator.device.type in ("cpu", "cuda"),
         )
-        self.model, self.optimizer = accelerator.prepare(self.raw, optimizer)
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.state = _State()
         self.best: dict[str, Tensor] = {}  # weights of the best validation, where they are kept
         self.saved: int | None = None
         self.window = _Window()
 
     def fit(self) -> dict[str, Any]:
-        if self.run.steps():
-            self._restore(self.run.steps()[-1])
+        self._restore()
         if self.accelerator.is_main_process:
-            self.run.rewind(self.state.step)
+            with self._writing():
+                self.run.rewind(self.state.step)
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         purge = {"tensorboard": {"purge_step": self.state.step + 1}}
         self.accelerator.init_trackers("fastrpb", init_kwargs=purge)
         stream = itertools.chain.from_iterable(itertools.repeat(self.batches))
@@ -290,7 +300,7 @@ class _Trainer:
                 self._stop_if_asked()
         except _Stop as stop:
             self._save()
-            raise Interruption(self.run, self.state.step, self.steps, stop.number) from None
+            raise Interruption(self.state.step, self.steps, stop.number) from None
 
     def _due(self, every: int) -> bool:
         return self.state.step % every == 0 or self.state.step == self.steps
@@ -350,11 +360,7 @@ class _Trainer:
         seconds = time.perf_counter() - window.start
         for step, (loss, _) in zip(window.sums, rows.tolist(), strict=True):
             if not math.isfinite(loss):
-                raise DivergedError(
-                    f"the loss is {loss} at step {step + 1}; the state of step {self.saved} is "
-                    f"saved in {self.run.folder}; try a lower learning rate than "
-                    f"{self.config.learning_rate:g}, a longer warm-up, or clip=1"
-                )
+                self._diverged(f"the loss is {loss} at step {step + 1}")
         loss, accuracy = rows.mean(0).tolist()
         state.seconds += seconds
         state.tokens += round(tokens)
@@ -368,19 +374,27 @@ class _Trainer:
         if self.accelerator.num_processes > 1 and asked:
             raise _Stop(self.signals[0] if self.signals else signal.SIGTERM)
 
+    def _diverged(self, what: str) -> NoReturn:
+        raise DivergedError(
+            f"{what}; the state of step {self.saved} is saved in {self.run.folder}; try a lower "
+            f"learning rate than {self.config.learning_rate:g}, a longer warm-up, or clip=1"
+        )
+
     def _validate(self) -> None:
         self._report()
         metrics = self._evaluate(self.data.validation)
         state = self.state
-        state.validated, state.validation = state.step, metrics._asdict()
-        if self.config.keep == "best" and metrics.accuracy > state.best_accuracy:
-            state.best_accuracy, state.best_step = metrics.accuracy, state.step
-            self.best = {name: x.clone() for name, x in self._weights().items()}
+        state.validated = state.step
+        better = metrics.accuracy > state.validation.get("accuracy", -1.0)
+        if better or self.config.keep == "last":
+            state.kept, state.validation = state.step, metrics._asdict()
+            if self.config.keep == "best":
+                self.best = {name: x.clone() for name, x in self._weights().items()}
         self._log({"validation": metrics._asdict()})
         self.on_validation(state.step, metrics)
 
     def _evaluate(self, split: Split) -> Metrics:
-        return evaluate(
+        metrics = evaluate(
             self.model,
             split,
             self.data.task,
@@ -388,10 +402,14 @@ class _Trainer:
             self.accelerator,
             self._stop_if_asked,
         )
+        if not math.isfinite(metrics.loss):
+            self._diverged(f"the loss of an evaluation is {metrics.loss} at step {self.state.step}")
+        return metrics
 
     def _log(self, values: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:
-            self.run.log({"step": self.state.step, **values})
+            with self._writing():
+                self.run.log({"step": self.state.step, **values})
         numbers = values.get("validation")
         kind = "train" if numbers is None else "validation"
         named = {f"{kind}/{name}": x for name, x in (numbers or values).items()}
@@ -413,49 +431,74 @@ class _Trainer:
         several = self.accelerator.num_processes > 1
         return StateDictOptions(full_state_dict=True, broadcast_from_rank0=several)
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A full disk or the like is one sentence that says what is safe."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            reason = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
+            state = "nothing is saved" if self.saved is None else f"step {self.saved} is safe"
+            raise ValueError(
+                f"cannot write to {self.run.folder}: {reason}; {state}; free some space and resume"
+            ) from error
+
     def _save(self) -> None:
         self._report()
         if self.saved == self.state.step:
             return
-        optimizer: Any = get_optimizer_state_dict(
-            self.model, self.optimizer.optimizer, options=_WHOLE
-        )
         tensors: dict[str, Tensor] = {f"model.{name}": x for name, x in self._weights().items()}
+        if not all(x.isfinite().all() for x in tensors.values()):
+            self._diverged(f"a weight is not finite after step {self.state.step}")
         tensors |= {f"best.{name}": x for name, x in self.best.items()}
-        for name, values in optimizer.get("state", {}).items():
-            tensors |= {f"optimizer.{key}.{name}": x for key, x in values.items()}
+        optimizer = self.optimizer.optimizer
+        if optimizer.state:  # where it is empty, torch would make one a step too old
+            whole: Any = get_optimizer_state_dict(self.model, optimizer, options=_WHOLE)
+            for name, values in whole.get("state", {}).items():
+                tensors |= {f"optimizer.{key}.{name}": x for key, x in values.items()}
         self.state.memory = max(self.state.memory, peak_memory(self.accelerator.device))
         state = {**asdict(self.state), "data": self.batches.state_dict()}
+        state["config"] = asdict(self.config)
         if self.accelerator.scaler is not None:
             state["scaler"] = self.accelerator.scaler.state_dict()
         if self.accelerator.is_main_process:
-            self.run.save(self.state.step, tensors, state)
+            with self._writing():
+                self.run.save(self.state.step, tensors, state)
         self.saved = self.state.step
 
-    def _restore(self, step: int) -> None:
-        tensors, state = self.run.load(step)
-        if not self.accelerator.is_main_process:
-            tensors = {}  # they come from the first process
+    def _restore(self) -> None:
+        """Go to the newest checkpoint, if there is one; the first process reads it for all."""
+        tensors, state = {}, None
+        if self.accelerator.is_main_process and self.run.steps():
+            tensors, state = self.run.load(self.run.steps()[-1])
+            self.run.check(state.pop("config"), self.config)
+        state = broadcast_object_list([state])[0]
+        if state is None:
+            return
         self.batches.load_state_dict(state.pop("data"))
         scaler = state.pop("scaler", None)
         if scaler is not None and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(scaler)
-        self.state, self.saved = _State(**state), step
+        self.state = _State(**state)
+        self.saved = self.state.step
         self._set_weights(under("model.", tensors))
+        self.best = under("best.", tensors)
+        if self.state.step:
+            self._set_moments(under("optimizer.", tensors))
+
+    def _set_moments(self, tensors: dict[str, Tensor]) -> None:
         moments: dict[str, dict[str, Tensor]] = {}
-        for name, x in under("optimizer.", tensors).items():
+        for name, x in tensors.items():
             key, parameter = name.split(".", 1)
             moments.setdefault(parameter, {})[key] = x
-        group = {**self.optimizer.param_groups[0], "params": list(moments)}
+        optimizer = self.optimizer.optimizer
+        group = {**optimizer.param_groups[0], "params": list(moments)}
         whole: Any = {"state": moments, "param_groups": [group]} if moments else {}
-        set_optimizer_state_dict(
-            self.model, self.optimizer.optimizer, whole, options=self._from_first()
-        )
-        self.best = under("best.", tensors)
+        set_optimizer_state_dict(self.model, optimizer, whole, options=self._from_first())
 
     def _finish(self) -> dict[str, Any]:
         state = self.state
-        if state.best_step:
+        if self.config.keep == "best":
             self._set_weights(self.best)
         test = self._evaluate(self.data.test)
         weights = self._weights()
@@ -465,8 +508,8 @@ class _Trainer:
             "config": asdict(self.config),
             "metrics": {"validation": state.validation, "test": test._asdict()},
             "steps": self.steps,
-            "weights_of_step": state.best_step or self.steps,
-            "parameters": sum(p.numel() for p in self.raw.parameters()),
+            "weights_of_step": state.kept,
+            "parameters": self.parameters,
             "seconds": state.seconds,
             "tokens_per_second": state.tokens / state.seconds,
             "peak_memory_bytes": memory,
@@ -475,8 +518,11 @@ class _Trainer:
             "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
         if self.accelerator.is_main_process:
-            save_model(self.raw, self.run.model_file, weights)
-            self.run.finish(record)
+            model = build(self.config)
+            model.load_state_dict(weights)
+            with self._writing():
+                save_model(model, self.run.model_file)
+                self.run.finish(record)
         return record
 
 
@@ -486,9 +532,8 @@ class _State:
 
     step: int = 0
     validated: int = 0  # the step of the last validation
-    validation: dict[str, float] = field(default_factory=dict)
-    best_step: int = 0
-    best_accuracy: float = -1.0
+    kept: int = 0  # the step whose weights are kept
+    validation: dict[str, float] = field(default_factory=dict)  # of these
     seconds: float = 0.0  # of training, without validation and saving
     tokens: int = 0
     memory: int = 0
@@ -542,15 +587,13 @@ def build(config: RunConfig) -> nn.Module:
 
 def task_of(config: RunConfig) -> Task:
     """The task of a run, at the length of its config."""
-    pixels = task(config.task).image_shape
-    return task(config.task, None if pixels else config.model.max_length)
+    return task(config.task, None if config.model.image else config.model.max_length)
 
 
 def load_data(config: RunConfig, data_dir: str | Path | None) -> Dataset:
     """The data of a run, at the length and with the validation split of its config."""
-    facts = task_of(config)
-    length = None if facts.image_shape else facts.max_length
-    return load(facts.name, data_dir, max_length=length, validation=config.validation)
+    length = None if config.model.image else config.model.max_length
+    return load(config.task, data_dir, max_length=length, validation=config.validation)
 
 
 def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -599,11 +642,25 @@ def _caught_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _unsaved(run: Run, error: Exception) -> str:
-    reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-    saved = run.steps()
-    state = f"the state of step {saved[-1]} is safe" if saved else "nothing was saved yet"
-    return (
-        f"cannot write to {run.folder}: {reason}; {state}; free some space and go on with: "
-        f"fastrpb train --resume {run.folder}"
-    )
+@contextmanager
+def _own_random_numbers(device: torch.device) -> Iterator[None]:
+    """The caller's generators are afterwards what they were before."""
+    before = random.getstate()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(before)
+
+
+@contextmanager
+def _clear_errors(config: RunConfig, accelerator: Accelerator) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one, and the CPU's has no name
+        if not isinstance(error, torch.OutOfMemoryError) and "alloc" not in str(error):
+            raise
+        raise ValueError(
+            f"{accelerator.device} has too little memory for this model at batch_size="
+            f"{config.batch_size}; try a smaller batch or model, accumulate=4, or checkpoint=true"
+        ) from error

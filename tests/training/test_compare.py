@@ -1,10 +1,12 @@
 import json
 import threading
+import time
+from dataclasses import asdict
 
 import pytest
 
 from apart import APART  # noqa: F401, its processes start the grid's too
-from fastrpb.compare import Cell, cells, compare, finished, grid
+from fastrpb.compare import cells, compare, finished, grid, on_test
 from fastrpb.run import Run, append_result, read_lines
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -18,11 +20,10 @@ def test_mean_and_standard_deviation_over_the_seeds():
         }
         for a, x in [("linear", 0.5), ("linear", 0.7), ("softmax", 0.9)]
     ]
-    table = cells(made, "accuracy")
+    table = cells(made, on_test("accuracy"))
     assert table["sikf", "none"] == pytest.approx((60.0, 200**0.5, 2))
     assert str(table["sikf", "none"]) == "60.00 ± 14.14"
     assert str(table["softmax", "none"]) == "90.00"
-    assert Cell(1, 0, 1) == (1, 0, 1)
 
 
 def test_a_grid_keeps_the_options_and_the_seeds():
@@ -41,12 +42,23 @@ def test_a_run_that_fails_does_not_end_the_others(small, tmp_path):
     assert "the loss is" in failure
 
 
-def test_a_run_of_another_process_is_left_to_it(small, tmp_path):
+def test_a_run_of_another_process_is_waited_for(small, tmp_path):
     config, events = small(steps=2), []
-    with Run(tmp_path / config.name).locked():
-        found = compare([config], tmp_path, cpu=True, on_event=lambda c, e: events.append(e))
-    assert found == []
-    assert events == ["another process trains it"]
+    started = threading.Event()
+
+    def other():
+        with Run(tmp_path / config.name).locked():
+            started.set()
+            time.sleep(2)
+            append_result(tmp_path / "results.jsonl", {"name": "x", "config": asdict(config)})
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    started.wait()
+    found = compare([config], tmp_path, cpu=True, on_event=lambda c, e: events.append(e))
+    thread.join()
+    assert [record["name"] for record in found] == ["x"]
+    assert events == []  # it was not trained here
 
 
 def test_stopped_it_saves_and_goes_on(small, tmp_path):
@@ -67,7 +79,10 @@ def test_many_append_at_once(tmp_path):
     path = tmp_path / "results.jsonl"
     path.write_text('{"name": "old", "config": 0}\n{"name": "cut of')
     threads = [
-        threading.Thread(target=append_result, args=(path, {"name": str(i % 20), "config": 1}))
+        threading.Thread(
+            target=append_result,
+            args=(path, {"name": str(i % 20), "config": {"image": (8, 8), "i": i % 20}}),
+        )
         for i in range(40)
     ]
     for thread in threads:
@@ -76,6 +91,13 @@ def test_many_append_at_once(tmp_path):
         thread.join()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert sorted(line["name"] for line in lines) == sorted(["old", *map(str, range(20))])
+
+
+def test_a_run_that_was_trained_again_replaces_its_line(tmp_path):
+    for seconds in (1, 2):
+        record = {"name": "a", "config": {"image": (8, 8)}, "seconds": seconds}
+        append_result(tmp_path / "results.jsonl", record)
+    assert [line["seconds"] for line in read_lines(tmp_path / "results.jsonl")] == [2]
 
 
 def test_a_damaged_line_is_named(tmp_path):

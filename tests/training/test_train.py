@@ -16,13 +16,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from apart import APART
 from fastrpb import load_model
 from fastrpb.config import override, preset
-from fastrpb.data import load
+from fastrpb.data import Batches, load
 from fastrpb.run import Run
 from fastrpb.train import (
     DivergedError,
     Interruption,
     Metrics,
     _scores,
+    _seed,
+    build,
     evaluate_run,
     load_run,
     predict,
@@ -68,29 +70,51 @@ def train_and_die(config, folder, save):
 @pytest.mark.parametrize("position", ["fastrpb", "sinespe"])
 def test_killed_at_random_it_ends_as_if_it_never_was(small, tmp_path, position):
     """Dropout, noise, the order of the data, the optimiser and the best weights: all go on."""
-    config = small(steps=60, save_every=7, eval_every=13, keep="best", position=position)
+    config = small(steps=250, save_every=7, eval_every=50, keep="best", position=position)
     config = override(config, {"learning_rate": 1e-2, "realizations": 4})
     whole = APART.Process(target=train_apart, args=(config, tmp_path / "whole"))
     whole.start()
     whole.join()
-    folder, moments, kills = tmp_path / "killed", random.Random(int(time.time())), 0
-    while kills < 5:
+    folder, moments, resumed = tmp_path / "killed", random.Random(time.time()), []
+    while len(resumed) < 5:
+        before = Run(folder).steps()
         process = APART.Process(target=train_apart, args=(config, folder))
         process.start()
-        process.join(moments.uniform(0.05, 0.5) if Run(folder).steps() else 0.05)
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGKILL)
+        while Run(folder).steps() == before and process.is_alive():
+            time.sleep(0.005)  # it has begun, or gone on, and saved
+        process.join(moments.uniform(0, 0.1))
+        os.kill(process.pid, signal.SIGKILL)
         process.join()
-        if process.exitcode == 0:  # too quick for this moment: once more from the beginning
-            for path in sorted(folder.rglob("*"), reverse=True):
-                path.unlink() if path.is_file() else path.rmdir()
-        kills += process.exitcode == -signal.SIGKILL
+        assert process.exitcode == -signal.SIGKILL, "finished before the fifth kill"
+        resumed.append(Run(folder).steps()[-1])
+    assert resumed == sorted({*resumed}), "each went on from where the last was killed"
     last = APART.Process(target=train_apart, args=(config, folder))
     last.start()
     last.join()
     assert_same(weights(tmp_path / "whole"), weights(folder))
     lines = [[x for x in Run(f).metrics() if "loss" not in x] for f in (tmp_path / "whole", folder)]
     assert lines[0] == lines[1] != []
+
+
+def test_the_steps_are_those_of_a_plain_loop(small, tmp_path):
+    """AdamW, the schedule, clipping and the order of the batches, against torch by hand."""
+    config = small(steps=5, dropout=0.0, clip=0.5, weight_decay=0.1, warmup=3)
+    train(config, tmp_path / "run", cpu=True)
+    _seed("weights", config.seed)
+    model = build(config)
+    optimizer = torch.optim.AdamW(model.parameters(), eps=config.eps, weight_decay=0.1)
+    data = load("digits")
+    batches = Batches(data.train, 8, pad_id=data.task.pad_id, seed=config.seed, drop_last=True)
+    for step, batch in zip(range(1, 6), batches, strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = config.learning_rate_at(step, 5)
+        optimizer.zero_grad()
+        logits = model(batch.tokens, batch.mask)
+        torch.nn.functional.cross_entropy(logits, batch.labels).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    for name, x in weights(tmp_path / "run").items():
+        torch.testing.assert_close(x, model.state_dict()[name], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("save", [1, 2, 4])
@@ -116,10 +140,11 @@ def test_a_signal_saves_and_names_the_resume_command(small, tmp_path, number):
         if progress.step == 20:
             os.kill(os.getpid(), number)
 
-    with pytest.raises(Interruption, match=r"step 2\d of 40.*fastrpb train --resume") as stopped:
+    before = signal.getsignal(number)
+    with pytest.raises(Interruption, match=r"step 2\d of 40, and saved") as stopped:
         train(config, folder, cpu=True, on_progress=stop)
     assert stopped.value.number == number
-    assert signal.getsignal(number) is not None
+    assert signal.getsignal(number) is before
     train(config, folder, cpu=True)
     train(config, tmp_path / "whole", cpu=True)
     assert_same(weights(tmp_path / "whole"), weights(folder))
@@ -201,12 +226,19 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(small, tmp_path):
     process.join()
     message = Path(f"{folder}.error").read_text()
     assert message.startswith(f"cannot write to {folder}: ")
-    assert "the state of step 10 is safe" in message
-    assert f"fastrpb train --resume {folder}" in message
+    assert "step 10 is safe; free some space and resume" in message
     assert Run(folder).steps() == [0, 10]
     train(config, folder, cpu=True)
     train(config, tmp_path / "whole", cpu=True)
     assert_same(weights(tmp_path / "whole"), weights(folder))
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_loss_that_is_no_number_at_the_end(small, tmp_path, steps):
+    config = small(steps=steps, learning_rate=1e30, warmup=0)
+    with pytest.raises(DivergedError, match="the state of step 0 is saved"):
+        train(config, tmp_path / "run", cpu=True)
+    assert Run(tmp_path / "run").result() is None
 
 
 def stop_at(step):
@@ -217,7 +249,7 @@ def stop_at(step):
     return stop
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "other"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "moved"])
 def test_a_damaged_checkpoint_is_one_sentence(small, tmp_path, damage):
     config, folder = small(steps=40, save_every=10), tmp_path / "run"
     with pytest.raises(Interruption):
@@ -226,7 +258,9 @@ def test_a_damaged_checkpoint_is_one_sentence(small, tmp_path, damage):
     path = Run(folder).checkpoint(newer)
     content = bytearray(path.read_bytes())
     content[-100] ^= 1
-    new = {"cut": content[:-7], "flip": content, "empty": b"", "other": b"x" * 500}[damage]
+    moved = path.read_bytes().replace(b'\\"batch\\": ', b'\\"batch\\":1', 1)
+    assert moved != path.read_bytes()
+    new = {"cut": content[:-7], "flip": content, "empty": b"", "moved": moved}[damage]
     path.write_bytes(new)
     with pytest.raises(ValueError, match=f"damaged .*; remove it to go on from step {older}"):
         train(config, folder, cpu=True)
@@ -259,7 +293,9 @@ def test_the_record(small, tmp_path):
     assert record["tokens_per_second"] == pytest.approx(20 * 8 * 64 / record["seconds"])
     assert record["peak_memory_bytes"] > 50 * 2**20
     assert record["versions"]["torch"] == torch.__version__
+    (tmp_path / "results.jsonl").unlink()
     assert train(config, tmp_path / "run", cpu=True) == json.loads(line)  # not trained again
+    assert (tmp_path / "results.jsonl").read_text() == line + "\n"  # but mended
     assert evaluate_run(tmp_path / "run", cpu=True)._asdict() == record["metrics"]["test"]
     model = load_model(tmp_path / "run" / "model.safetensors")
     assert record["parameters"] == sum(p.numel() for p in model.parameters())
@@ -300,6 +336,7 @@ def test_the_best_weights_are_kept(small, tmp_path):
     record = train(config, tmp_path / "a", cpu=True, on_validation=lambda s, m: seen.update({s: m}))
     best = max(seen, key=lambda step: (seen[step].accuracy, -step))
     assert record["weights_of_step"] == best
+    assert record["metrics"]["validation"] == seen[best]._asdict()
     assert best < 60, "a run whose best is its last shows nothing"
     shown = evaluate_run(tmp_path / "a", "validation", cpu=True)
     assert shown == pytest.approx(seen[best])
@@ -360,6 +397,26 @@ def test_a_folder_of_something_else(small, tmp_path):
     with pytest.raises(ValueError, match="has files but no run"):
         train(small(steps=2), tmp_path, cpu=True)
     assert [p.name for p in tmp_path.iterdir() if p.name != "lock"] == ["photo.jpg"]
+
+
+def test_killed_before_the_config_was_written(small, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "lock").write_text("")
+    (tmp_path / "run" / "config.json.77.part").write_text("{")
+    train(small(steps=2), tmp_path / "run", cpu=True)
+    assert not list((tmp_path / "run").glob("*.part"))
+
+
+def test_the_random_numbers_of_the_caller_stay_theirs(small, tmp_path):
+    torch.manual_seed(5)
+    random.seed(5)
+    expected = torch.rand(3), random.random()
+    torch.manual_seed(5)
+    random.seed(5)
+    train(small(steps=2), tmp_path / "run", cpu=True)
+    evaluate_run(tmp_path / "run", cpu=True)
+    assert torch.equal(torch.rand(3), expected[0])
+    assert random.random() == expected[1]
 
 
 def test_missing_data_leave_no_folder(tmp_path):

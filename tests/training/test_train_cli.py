@@ -116,6 +116,23 @@ def test_bad_input_is_one_sentence(run, tmp_path, arguments, message):
     assert not (tmp_path / "runs").exists()
 
 
+def test_folders_that_are_files_or_read_only(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    for command in (["train", "digits"], ["sweep", "digits"]):
+        code, _, error = run(*command, *SMALL, "--out", "file/run")
+        assert code == 2
+        assert error.startswith("fastrpb: ")
+        assert "Traceback" not in error
+
+
+def test_no_launcher_for_what_starts_processes(run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for command in ("compare", "sweep"):
+        code, _, error = run(command, "digits")
+        assert code == 2
+        assert "starts its own processes" in error
+
+
 @pytest.mark.parametrize("command", ["train", "compare", "sweep", "evaluate", "predict", "demo"])
 def test_help_has_examples(run, command):
     code, out, _ = run(command, "--help")
@@ -132,7 +149,7 @@ def test_terminated_it_names_the_command_that_goes_on(tmp_path):
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 143
-    assert re.search(r"stopped at step \d+ of 100000, and saved; .* --resume run\n", error)
+    assert re.search(r"stopped at step \d+ of 100000, and saved; .* --resume run --cpu\n", error)
     step = int(re.search(r"step (\d+)", error).group(1))
     assert Run(tmp_path / "run").steps()[-1] == step
 
