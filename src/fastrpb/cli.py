@@ -32,9 +32,8 @@ EXTRAS |= {"matplotlib": "report", "optuna": "sweep"}
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
-TaskName = Annotated[
-    str, typer.Argument(help=f"One of {', '.join(TASKS)}.", autocompletion=lambda: TASKS)
-]
+ONE_TASK = typer.Argument(help=f"One of {', '.join(TASKS)}.", autocompletion=lambda: TASKS)
+TaskName = Annotated[str, ONE_TASK]
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run.")]
 DataDir = Annotated[
     Path | None,
@@ -187,9 +186,7 @@ def _config_options(*left_out: str) -> Callable[[Callable[..., None]], Callable[
 @app.command()
 @_config_options()
 def train(
-    task: Annotated[
-        str | None, typer.Argument(help=f"One of {', '.join(TASKS)}.", autocompletion=lambda: TASKS)
-    ] = None,
+    task: Annotated[str | None, ONE_TASK] = None,
     *,
     config: Annotated[
         Path | None, typer.Option(help="A config.json, or the folder of a run, instead of TASK.")
@@ -295,9 +292,7 @@ def compare(
 @app.command()
 @_config_options()
 def sweep(
-    task: Annotated[
-        str | None, typer.Argument(help=f"One of {', '.join(TASKS)}.", autocompletion=lambda: TASKS)
-    ] = None,
+    task: Annotated[str | None, ONE_TASK] = None,
     *,
     trials: Annotated[int, typer.Option(min=1, help="Of the study, all workers together.")] = 20,
     low: Annotated[float | None, typer.Option(help="Least rate. Default: a tenth.")] = None,
