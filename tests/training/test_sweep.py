@@ -83,7 +83,7 @@ def test_the_best_config_keeps_the_validation_that_was_asked_for(small, tmp_path
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (1.0, 0.1), (0.1, float("inf"))])
 def test_impossible_ranges(small, tmp_path, low, high):
-    with pytest.raises(ValueError, match="low=.* and high=.* must be positive"):
+    with pytest.raises(ValueError, match=r"low=.* and high=.* must be positive"):
         sweep(small(), tmp_path, low=low, high=high, cpu=True)
 
 
