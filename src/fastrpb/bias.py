@@ -230,19 +230,63 @@ class FastRPB(_Bias):
         with torch.autocast(v.device.type, enabled=False):  # it would round both factors
             near = self.w[:, None, n - (t - first) :].to(history.dtype) @ history[..., first:t, :]
         y = pending[..., t - 1 : t, :] + near
-        block = t & -t
-        outputs = min(block, n - t)
-        if block >= _BLOCK and outputs:
-            weights = self.w[:, n - block - outputs : n - 1]
-            pending[..., t : t + outputs, :] += toeplitz_matmul(
-                weights, history[..., t - block : t, :], out_length=outputs
-            )
+        self._share(state, t)
         return y.to(v.dtype), state
 
-    def _check_stream(self, v: Tensor) -> None:
+    def stream(
+        self, v: Tensor, mask: Tensor | None = None, state: "BiasState | None" = None
+    ) -> tuple[Tensor, "BiasState"]:
+        """`forward` for any number of tokens that go on from `state`; None: the first ones.
+
+        L first tokens take O(L log L) time together, as `forward`; the state after them is that of
+        L steps. Later ones step. States carry no gradients.
+
+        >>> rpb, v = FastRPB(4, 100, causal=True), torch.randn(2, 4, 100, 8)
+        >>> first, state = rpb.stream(v[:, :, :90])
+        >>> later, state = rpb.stream(v[:, :, 90:], state=state)
+        >>> torch.allclose(torch.cat([first, later], 2), rpb(v), atol=1e-5)
+        True
+        """
+        self._check_stream(v, mask)
+        if state is None:
+            return self(v, mask), self._state_after(v, mask)
+        if mask is not None:
+            v = v.masked_fill(~mask[..., None, :, None], 0)
+        ys = []
+        for t in range(v.shape[-2]):
+            y, state = self.step(v[..., t : t + 1, :], state)
+            ys.append(y)
+        return torch.cat(ys, -2), state
+
+    @torch.no_grad()
+    def _state_after(self, v: Tensor, mask: Tensor | None) -> "BiasState":
+        state = self.init_state(v)
+        state.tokens = v.shape[-2]
+        t = state.tokens - self.prefix
+        kept = v if mask is None else v.masked_fill(~mask[..., None, :, None], 0)
+        state.history[..., :t, :] = kept[..., self.prefix :, :]
+        t = t // _BLOCK * _BLOCK
+        while t:  # of all the shares that L steps give, these reach outputs to come
+            self._share(state, t)
+            t &= t - 1
+        return state
+
+    def _share(self, state: "BiasState", t: int) -> None:
+        """After token t, give the share of the last tokens to as many outputs to come."""
+        block = t & -t
+        outputs = min(block, self.max_length - t)
+        if block >= _BLOCK and outputs:
+            first = self.max_length - block - outputs
+            state.pending[..., t : t + outputs, :] += toeplitz_matmul(
+                self.w[:, first : self.max_length - 1],
+                state.history[..., t - block : t, :],
+                out_length=outputs,
+            )
+
+    def _check_stream(self, v: Tensor, mask: Tensor | None = None) -> None:
         if not self.causal:
             raise ValueError("only a causal bias can run step by step; pass causal=True")
-        self._check(v)
+        self._check(v, mask)
 
     @torch.no_grad()
     def resize(self, max_length: int) -> "FastRPB":
@@ -286,6 +330,10 @@ class BiasState:
     history: Tensor  # (batch, heads, max_length, dim), float32 or float64: the values so far
     pending: Tensor  # the same: what they have given to later outputs
     tokens: int = 0
+
+    def select(self, streams: Tensor) -> "BiasState":
+        """The states of these streams of the batch, a copy of each (beam search)."""
+        return BiasState(self.history[streams], self.pending[streams], self.tokens)
 
 
 class FastRPB2d(_Bias):

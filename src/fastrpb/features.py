@@ -144,8 +144,12 @@ class FavorPlus(nn.Module, ExpFeatureMap):
         check_size("num_features", num_features)
         self.dim = dim
         self.num_features = num_features
+        self.seed = seed
         self.register_buffer("projection", torch.empty(num_features, dim))
-        self.redraw(seed)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.redraw(self.seed)
 
     # nn.Module would route a call to forward.
     __call__ = ExpFeatureMap.__call__
