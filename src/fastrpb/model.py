@@ -466,21 +466,13 @@ MODELS: dict[str, Callable[[ModelConfig], nn.Module]] = {
 
 def save_model(model: nn.Module, path: str | os.PathLike) -> None:
     """Write weights and config into one safetensors file, atomically."""
-    safetensors = _safetensors()
     if type(model).__name__ not in MODELS:
         raise TypeError(
             f"save one of {', '.join(MODELS)}, not {type(model).__name__}; "
             "unwrap a compiled or distributed model first"
         )
-    path = Path(path)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     meta = {"model": type(model).__name__, "config": json.dumps(asdict(model.config))}  # pyright: ignore[reportArgumentType]
-    try:
-        weights = {key: x.contiguous() for key, x in model.state_dict().items()}
-        safetensors.torch.save_file(weights, part, meta)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_tensors(model.state_dict(), Path(path), meta)
 
 
 def load_model(path: str | os.PathLike, device: str | torch.device = "cpu") -> nn.Module:
@@ -488,15 +480,7 @@ def load_model(path: str | os.PathLike, device: str | torch.device = "cpu") -> n
 
     A damaged file, unknown or missing keys raise ValueError.
     """
-    safetensors = _safetensors()
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            meta = file.metadata() or {}
-            weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+    weights, meta = read_tensors(Path(path))
     if meta.get("model") not in MODELS:
         raise ValueError(f"{path} holds no model of fastrpb: its metadata are {meta}")
     try:
@@ -509,6 +493,30 @@ def load_model(path: str | os.PathLike, device: str | torch.device = "cpu") -> n
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} does not fit its own config: {reason}") from None
     return model.to(device).eval()
+
+
+def write_tensors(tensors: dict[str, Tensor], path: Path, meta: dict[str, str]) -> None:
+    """A safetensors file, whole or not at all."""
+    safetensors = _safetensors()
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        safetensors.torch.save_file({k: x.contiguous() for k, x in tensors.items()}, part, meta)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of a safetensors file."""
+    safetensors = _safetensors()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            return tensors, file.metadata() or {}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
 
 
 def _safetensors():
