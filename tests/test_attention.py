@@ -276,8 +276,9 @@ def test_a_stream_of_the_bias_may_begin_with_many_tokens(first, prefix):
     v = torch.randn(2, 3, prefix + 301, 4, requires_grad=True)
     mask = torch.rand(2, prefix + 301) < 0.8
     cut = prefix + first
-    begin, state = rpb.stream(v[:, :, :cut], mask[:, :cut])
-    later, state = rpb.stream(v[:, :, cut:], mask[:, cut:], state)
+    state = rpb.init_state(v)
+    begin = rpb(v[:, :, :cut], mask[:, :cut], state)
+    later = rpb(v[:, :, cut:], mask[:, cut:], state)
     torch.testing.assert_close(torch.cat([begin, later], 2), rpb(v, mask), rtol=1e-4, atol=1e-4)
     assert state.tokens == prefix + 301
     (gradient,) = torch.autograd.grad(begin.sum(), v)

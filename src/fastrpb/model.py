@@ -285,8 +285,10 @@ class SelfAttention(nn.Module):
         y, stream.attention = self.attend.stream(q, k, values, mask, stream.attention)
         y = _merge(y)
         if self.bias is not None:
-            bias, stream.bias = self.bias.stream(_split(v, self.bias.num_heads), mask, stream.bias)
-            y = y + _merge(bias)
+            v = _split(v, self.bias.num_heads)
+            if stream.bias is None:
+                stream.bias = self.bias.init_state(v)
+            y = y + _merge(self.bias(v, mask, stream.bias))
         stream.tokens += q.shape[-2]
         return y
 
@@ -415,7 +417,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.config = config
         self.encoder = Encoder(config)
-        self.head = _head(config.dim, config.mlp, config.num_classes)
+        self.head = head(config.dim, config.mlp, config.num_classes)
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.head(self.encoder.pool(tokens, mask))
@@ -428,7 +430,7 @@ class PairClassifier(nn.Module):
         super().__init__()
         self.config = config
         self.encoder = Encoder(config)
-        self.head = _head(2 * config.dim, config.mlp, config.mlp // 2, config.num_classes)
+        self.head = head(2 * config.dim, config.mlp, config.mlp // 2, config.num_classes)
 
     def forward(
         self,
@@ -538,7 +540,8 @@ def _merge(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def _head(*sizes: int) -> nn.Sequential:
+def head(*sizes: int) -> nn.Sequential:
+    """Linear layers of these sizes with ReLU between them."""
     layers: list[nn.Module] = []
     for before, after in pairwise(sizes):
         layers += [nn.Linear(before, after), nn.ReLU()]

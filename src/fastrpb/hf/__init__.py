@@ -1,5 +1,36 @@
-"""FastRPB in Hugging Face Transformers 5 (tested with 5.22): `pip install 'fastrpb[hf]'`."""
+"""FastRPB in Hugging Face Transformers 5: `pip install 'fastrpb[hf]'`. Tested with 5.22.2.
+
+- `FastRPBConfig`, `FastRPBModel` and the models with heads: linear or softmax attention with any of
+  the encodings, as Transformers' own models, in its Auto classes once this module is imported;
+- `attach`: a bias for every attention layer of a model that exists.
+"""
+
+try:
+    import transformers  # noqa: F401
+except ModuleNotFoundError:
+    raise ImportError("fastrpb.hf needs Transformers: pip install 'fastrpb[hf]'") from None
 
 from fastrpb.hf.adapter import SUPPORTED, attach, biases, detach, load, save
+from fastrpb.hf.models import (
+    FastRPBCache,
+    FastRPBConfig,
+    FastRPBForCausalLM,
+    FastRPBForMaskedLM,
+    FastRPBForSequenceClassification,
+    FastRPBModel,
+)
 
-__all__ = ["SUPPORTED", "attach", "biases", "detach", "load", "save"]
+__all__ = [
+    "SUPPORTED",
+    "FastRPBCache",
+    "FastRPBConfig",
+    "FastRPBForCausalLM",
+    "FastRPBForMaskedLM",
+    "FastRPBForSequenceClassification",
+    "FastRPBModel",
+    "attach",
+    "biases",
+    "detach",
+    "load",
+    "save",
+]
