@@ -260,14 +260,14 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """x (batch, length, dim); with a `stream`, x goes on from the tokens that it has seen."""
         q, k, v = self.qkv(x).chunk(3, dim=-1)
-        queries, keys, values = (_split(x, self.heads) for x in (q, k, v))
+        queries, keys, values = (split_heads(x, self.heads) for x in (q, k, v))
         if stream is not None:
             return self.out(self._stream(queries, keys, values, v, mask, stream))
         if self.encoding is not None:
             queries, keys = self.encoding(queries, keys)
-        y = _merge(self.attend(queries, keys, values, mask))
+        y = merge_heads(self.attend(queries, keys, values, mask))
         if self.bias is not None:
-            y = y + _merge(self.bias(_split(v, self.bias.num_heads), mask))
+            y = y + merge_heads(self.bias(split_heads(v, self.bias.num_heads), mask))
         return self.out(y)
 
     def _stream(
@@ -283,12 +283,12 @@ class SelfAttention(nn.Module):
                 "only causal linear attention with FastRPB or without positions runs token by token"
             )
         y, stream.attention = self.attend.stream(q, k, values, mask, stream.attention)
-        y = _merge(y)
+        y = merge_heads(y)
         if self.bias is not None:
-            v = _split(v, self.bias.num_heads)
+            v = split_heads(v, self.bias.num_heads)
             if stream.bias is None:
                 stream.bias = self.bias.init_state(v)
-            y = y + _merge(self.bias(v, mask, stream.bias))
+            y = y + merge_heads(self.bias(v, mask, stream.bias))
         stream.tokens += q.shape[-2]
         return y
 
@@ -531,12 +531,13 @@ def _safetensors():
     return safetensors
 
 
-def _split(x: Tensor, heads: int) -> Tensor:
+def split_heads(x: Tensor, heads: int) -> Tensor:
     """(batch, length, width) → (batch, heads, length, width/heads)."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def _merge(x: Tensor) -> Tensor:
+def merge_heads(x: Tensor) -> Tensor:
+    """Undo `split_heads`."""
     return x.transpose(1, 2).flatten(2)
 
 
