@@ -18,8 +18,9 @@ CORE = [
     "attention",
     "positions",
     "model",
+    "nn",
 ]
-ORDER = [*CORE, "__init__", "__main__", "bench", "data", "cli"]
+ORDER = [*CORE, "__init__", "__main__", "bench", "data", "hf", "onnx", "cli"]
 
 
 def layer(path: Path) -> str:

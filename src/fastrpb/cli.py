@@ -105,6 +105,23 @@ def bench(what: Annotated[str, typer.Argument(help="cpu: the core; model: layers
     print(f"\nwritten to {run(what)}")
 
 
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Folder with model.safetensors, or that file.")],
+    out: Annotated[Path, typer.Argument(help="The ONNX file to write.")],
+) -> None:
+    """Write a trained model as an ONNX file, for any batch and length.
+
+    Example: `fastrpb export runs/text model.onnx`
+    """
+    from fastrpb.onnx import export as write  # noqa: PLC0415, it needs the onnx extra
+
+    try:
+        print(f"written to {write(run, out)}")
+    except (FileNotFoundError, ImportError) as error:
+        raise ValueError(error) from None
+
+
 def _show(dataset: Dataset, samples: int) -> None:
     console = Console()
     facts = dataset.task

@@ -364,7 +364,7 @@ class Encoder(nn.Module):
                 positions = torch.arange(seen, seen + x.shape[1], device=x.device)
             x = x + self.positions(x, positions)
         if self.cls is not None:
-            x = torch.cat([self.cls.expand(len(x), 1, -1), x], dim=1)
+            x = torch.cat([self.cls.expand(x.shape[0], 1, -1), x], dim=1)
             mask = None if mask is None else nn.functional.pad(mask, (1, 0), value=True)
         x = self.dropout(x)
         for block, stream in zip(self.blocks, streams or repeat(None), strict=False):
@@ -439,8 +439,10 @@ class PairClassifier(nn.Module):
         first_mask: Tensor | None = None,
         second_mask: Tensor | None = None,
     ) -> Tensor:
-        if len(first) != len(second):
-            raise ValueError(f"{len(first)} first and {len(second)} second sequences make no pairs")
+        if first.shape[0] != second.shape[0]:
+            raise ValueError(
+                f"{first.shape[0]} first and {second.shape[0]} second sequences make no pairs"
+            )
         pooled = self.encoder.pool(first, first_mask), self.encoder.pool(second, second_mask)
         return self.head(torch.cat(pooled, dim=-1))
 
