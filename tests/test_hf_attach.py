@@ -145,6 +145,16 @@ def test_generation_with_a_cache_equals_recomputing(name, attn, settings):
 
 
 @causals
+def test_a_static_cache_without_padding(name):
+    """No mask comes with the prompt; the cache has empty slots."""
+    model = randomize(attach(make(name, AutoModelForCausalLM)))
+    tokens, common = inputs(name, 2, 12)["input_ids"], {"max_new_tokens": 15, "do_sample": False}
+    static = {"cache_implementation": "static", "disable_compile": True}
+    wanted = model.generate(tokens, use_cache=False, **common)
+    assert torch.equal(model.generate(tokens, **static, **common), wanted)
+
+
+@causals
 def test_a_cache_may_be_filled_in_parts(name):
     model = randomize(attach(make(name, AutoModelForCausalLM)))
     tokens = inputs(name, 2, 20)["input_ids"]

@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 from transformers import (
     AutoConfig,
@@ -119,7 +120,12 @@ def test_weights_that_are_missing_begin_as_new_ones_do(tmp_path):
     model = FastRPBForSequenceClassification.from_pretrained(tmp_path, num_labels=5)
     assert model(tokens()).logits.shape == (3, 5)
     assert model.head[0].weight.std() > 0.01
-    fresh = FastRPBModel(config())
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {key: x for key, x in weights.items() if "blocks" in key and "bias.w" not in key}
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    fresh = FastRPBModel.from_pretrained(tmp_path)
+    assert all(torch.equal(x, fresh.state_dict()[key]) for key, x in kept.items())
+    assert torch.equal(fresh.encoder.cls, torch.zeros(16))
     assert 0.015 < fresh.encoder.embedding.weight.std() < 0.025
     norm = fresh.encoder.blocks[0].attention.bias.w.norm(dim=-1)
     torch.testing.assert_close(norm, torch.ones(2))
