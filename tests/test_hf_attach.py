@@ -351,6 +351,22 @@ def test_device_map_and_dtype(tmp_path):
     assert torch.equal(hidden(model, **x), before)
 
 
+def test_offloaded_layers(tmp_path):
+    base = make("llama", AutoModelForCausalLM)
+    base.save_pretrained(tmp_path)
+    names = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
+    places = {**dict.fromkeys(names, "cpu"), "model.layers.1": "disk"}
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, device_map=places, offload_folder=tmp_path / "offload"
+    )
+    randomize(attach(model))
+    save(model, tmp_path)
+    load(base, tmp_path)
+    x = inputs("llama")["input_ids"]
+    settings = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(model.generate(x, **settings), base.generate(x, **settings))
+
+
 def test_attached_models_save_and_load_as_their_base(tmp_path):
     model, x = randomize(attach(make("bert"))), inputs("bert")
     model.save_pretrained(tmp_path)

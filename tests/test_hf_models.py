@@ -283,11 +283,12 @@ def test_device_map(where, tmp_path):
     assert torch.equal(other.generate(x, **settings), model.generate(x, **settings))
 
 
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_dtype(dtype, tmp_path):
+def test_dtype(dtype, name, tmp_path):
     model = causal()
     model.save_pretrained(tmp_path)
-    other = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    other = AutoModelForCausalLM.from_pretrained(tmp_path, **{name: dtype})
     assert {p.dtype for p in other.parameters()} == {dtype}
     x = tokens()
     assert other(x).logits.dtype == dtype

@@ -1,4 +1,4 @@
-"""FastRPB in Hugging Face Transformers 5: `pip install 'fastrpb[hf]'`. Tested with 5.22.2.
+"""FastRPB in Hugging Face Transformers, 5.1 or later: `pip install 'fastrpb[hf]'`.
 
 - `FastRPBConfig`, `FastRPBModel` and the models with heads: linear or softmax attention with any of
   the encodings, as Transformers' own models, in its Auto classes once this module is imported;

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -84,8 +85,7 @@ def attach(
     if freeze:
         model.requires_grad_(False)
     for layer, bias in zip(layers, new, strict=True):
-        place = next(layer.parameters())
-        layer.add_module(_NAME, bias.to(place.device, _float_dtype(place)))
+        layer.add_module(_NAME, bias.to(_device(layer), _dtype(layer)))
         _overlay(layer)
     return model
 
@@ -179,14 +179,14 @@ def _layers(base: PreTrainedModel) -> list[nn.Module]:
     layers = [
         module
         for module in base.modules()
-        if "ALL_ATTENTION_FUNCTIONS" in _source(module).__code__.co_names
+        if {"ALL_ATTENTION_FUNCTIONS", "get_interface"} <= {*_source(module).__code__.co_names}
         and "Cross" not in type(module).__name__
         and not getattr(module, "is_cross_attention", False)
     ]
     if not layers:
         raise ValueError(
             f"{type(base).__name__} has no attention layers that use Transformers' attention "
-            "interface; update transformers"
+            f"interface in transformers {transformers.__version__}; attach needs 5.1 or later"
         )
     return layers
 
@@ -199,9 +199,17 @@ def _source(module: nn.Module) -> Callable:
     return inspect.unwrap(type(module).forward)
 
 
-def _float_dtype(place: Tensor) -> torch.dtype:
+def _device(layer: nn.Module) -> torch.device:
+    """Where the layer computes; what accelerate has offloaded is on no device meanwhile."""
+    device = next(layer.parameters()).device
+    hooks = (getattr(module, "_hf_hook", None) for module in layer.modules())
+    placed = (getattr(hook, "execution_device", None) for hook in hooks)
+    return device if device.type != "meta" else next((d for d in placed if d is not None), device)
+
+
+def _dtype(layer: nn.Module) -> torch.dtype:
     """That of the layer; a quantised one has none."""
-    return place.dtype if place.is_floating_point() else torch.float32
+    return next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _bias(
