@@ -428,8 +428,12 @@ def test_push_to_hub(tmp_path, monkeypatch):
         (lambda: config(position="rpe"), ValueError, "adds to the logits of softmax"),
         (lambda: config(hidden_size=15), ValueError, "heads=2 must divide the width 15"),
         (lambda: config(causal=True, pooling="cls"), ValueError, "CLS token comes first"),
-        (lambda: FastRPBForCausalLM(config()), ValueError, "needs causal=True"),
-        (lambda: FastRPBForMaskedLM(config(causal=True)), ValueError, "use causal=False"),
+        (lambda: FastRPBForCausalLM(config()), ValueError, "looks back only; it needs causal=True"),
+        (
+            lambda: FastRPBForMaskedLM(config(causal=True)),
+            ValueError,
+            "looks both ways; it needs causal=False",
+        ),
         (lambda: FastRPBModel(config())(None), ValueError, "one of input_ids and inputs_embeds"),
         (
             lambda: FastRPBModel(config())(tokens(1, N + 1)),

@@ -277,18 +277,38 @@ class FastRPBForSequenceClassification(FastRPBPreTrainedModel):
         )
 
 
-class FastRPBForMaskedLM(FastRPBPreTrainedModel):
-    """Logits of every token, (batch, length, vocab_size), by the weights of the embedding."""
+class _FastRPBForTokens(FastRPBPreTrainedModel):
+    """Logits of tokens, by the weights of the embedding."""
 
     _tied_weights_keys = {"lm_head.weight": "model.encoder.embedding.weight"}  # noqa: RUF012
 
-    def __init__(self, config: FastRPBConfig):
+    def __init__(self, config: FastRPBConfig, causal: bool):
         super().__init__(config)
-        if config.causal:
-            raise ValueError("a masked language model looks both ways; use causal=False")
+        if config.causal != causal:
+            way = "looks back only" if causal else "looks both ways"
+            raise ValueError(f"{type(self).__name__} {way}; it needs causal={causal}")
         self.model = FastRPBModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def _loss(
+        self, logits: Tensor, labels: Tensor | None, num_items_in_batch: Tensor | None
+    ) -> Tensor | None:
+        if labels is None:
+            return None
+        return self.loss_function(
+            logits,
+            labels,
+            vocab_size=self.config.vocab_size,
+            num_items_in_batch=num_items_in_batch,
+        )
+
+
+class FastRPBForMaskedLM(_FastRPBForTokens):
+    """Logits of every token, (batch, length, vocab_size), by the weights of the embedding."""
+
+    def __init__(self, config: FastRPBConfig):
+        super().__init__(config, causal=False)
 
     @can_return_tuple
     def forward(
@@ -301,30 +321,19 @@ class FastRPBForMaskedLM(FastRPBPreTrainedModel):
     ) -> MaskedLMOutput:
         output = self.model(input_ids, attention_mask, **kwargs)
         logits = self.lm_head(output.last_hidden_state)
-        loss = _token_loss(self, logits, labels, num_items_in_batch)
-        return MaskedLMOutput(
-            loss=loss,
-            logits=logits,
-            hidden_states=output.hidden_states,
-        )
+        loss = self._loss(logits, labels, num_items_in_batch)
+        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=output.hidden_states)
 
 
-class FastRPBForCausalLM(FastRPBPreTrainedModel, GenerationMixin):
+class FastRPBForCausalLM(_FastRPBForTokens, GenerationMixin):
     """Logits of the next token, (batch, length, vocab_size); a causal config.
 
     `generate()` takes the prompt at once, then O(log² N) time a token for a bias of N, from the
     streaming state.
     """
 
-    _tied_weights_keys = {"lm_head.weight": "model.encoder.embedding.weight"}  # noqa: RUF012
-
     def __init__(self, config: FastRPBConfig):
-        super().__init__(config)
-        if not config.causal:
-            raise ValueError("a language model needs causal=True")
-        self.model = FastRPBModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+        super().__init__(config, causal=True)
 
     @can_return_tuple
     def forward(
@@ -352,7 +361,7 @@ class FastRPBForCausalLM(FastRPBPreTrainedModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept])
         return CausalLMOutputWithPast(
-            loss=_token_loss(self, logits, labels, num_items_in_batch),
+            loss=self._loss(logits, labels, num_items_in_batch),
             logits=logits,
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
@@ -366,15 +375,6 @@ class FastRPBForCausalLM(FastRPBPreTrainedModel, GenerationMixin):
         if not self.config.model_config.streams:
             kwargs |= {"use_cache": False, "next_sequence_length": None}
         return super().prepare_inputs_for_generation(input_ids, **kwargs)
-
-
-def _token_loss(
-    model: PreTrainedModel, logits: Tensor, labels: Tensor | None, items: Tensor | None
-) -> Tensor | None:
-    if labels is None:
-        return None
-    size = model.config.vocab_size
-    return model.loss_function(logits, labels, vocab_size=size, num_items_in_batch=items)
 
 
 def _register(models: Sequence[tuple[type, type[FastRPBPreTrainedModel]]]) -> None:
