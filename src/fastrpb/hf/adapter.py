@@ -109,6 +109,17 @@ def save(model: nn.Module, folder: str | os.PathLike) -> Path:
     """Write the biases, and nothing of the model, into FOLDER/fastrpb.safetensors, atomically.
 
     About heads × (2·max_length - 1) numbers a layer; half of that where it is causal.
+
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> config = GPT2Config(vocab_size=9, n_embd=16, n_layer=2, n_head=2)
+    >>> model, folder = attach(GPT2Model(config), max_length=64), getfixture("tmp_path")
+    >>> save(model, folder).name
+    'fastrpb.safetensors'
+    >>> other = load(GPT2Model(config), folder)
+    >>> [tuple(bias.w.shape) for bias in biases(other)]
+    [(2, 64), (2, 64)]
+    >>> biases(detach(other))
+    []
     """
     attached = biases(model)
     if not attached:

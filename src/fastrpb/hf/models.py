@@ -248,7 +248,14 @@ def _mask_and_positions(
 
 
 class FastRPBForSequenceClassification(FastRPBPreTrainedModel):
-    """Logits of the classes, (batch, num_labels): pooled → mlp → ReLU → logits."""
+    """Logits of the classes, (batch, num_labels): pooled → mlp → ReLU → logits.
+
+    >>> config = FastRPBConfig(hidden_size=32, num_hidden_layers=1, num_labels=3)
+    >>> model = FastRPBForSequenceClassification(config)
+    >>> output = model(torch.randint(256, (2, 10)), labels=torch.tensor([0, 2]))
+    >>> output.logits.shape, output.loss.dim()
+    (torch.Size([2, 3]), 0)
+    """
 
     def __init__(self, config: FastRPBConfig):
         super().__init__(config)
@@ -305,7 +312,12 @@ class _FastRPBForTokens(FastRPBPreTrainedModel):
 
 
 class FastRPBForMaskedLM(_FastRPBForTokens):
-    """Logits of every token, (batch, length, vocab_size), by the weights of the embedding."""
+    """Logits of every token, (batch, length, vocab_size), by the weights of the embedding.
+
+    >>> model = FastRPBForMaskedLM(FastRPBConfig(hidden_size=32, num_hidden_layers=1))
+    >>> model(torch.randint(256, (2, 10))).logits.shape
+    torch.Size([2, 10, 256])
+    """
 
     def __init__(self, config: FastRPBConfig):
         super().__init__(config, causal=False)
@@ -330,6 +342,12 @@ class FastRPBForCausalLM(_FastRPBForTokens, GenerationMixin):
 
     `generate()` takes the prompt at once, then O(log² N) time a token for a bias of N, from the
     streaming state.
+
+    >>> model = FastRPBForCausalLM(
+    ...     FastRPBConfig(hidden_size=32, num_hidden_layers=1, causal=True)
+    ... )
+    >>> model.generate(torch.randint(256, (2, 10)), max_new_tokens=5, do_sample=False).shape
+    torch.Size([2, 15])
     """
 
     def __init__(self, config: FastRPBConfig):
