@@ -10,6 +10,7 @@ import fastrpb
 ROOT = Path(fastrpb.__file__).parent
 CORE = [
     "checks",
+    "files",
     "init",
     "kernels",
     "toeplitz",
@@ -20,7 +21,8 @@ CORE = [
     "model",
     "nn",
 ]
-ORDER = [*CORE, "__init__", "__main__", "bench", "data", "hf", "onnx", "cli"]
+TOOLS = ["bench", "data", "config", "run", "train", "compare", "sweep", "report", "show"]
+ORDER = [*CORE, "__init__", *TOOLS, "hf", "onnx", "cli", "__main__"]
 
 
 def layer(path: Path) -> str:

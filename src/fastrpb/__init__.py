@@ -32,6 +32,8 @@ from fastrpb.positions import (
 )
 from fastrpb.toeplitz import toeplitz, toeplitz_2d, toeplitz_matmul, toeplitz_matmul_2d
 
+__version__ = "0.1.0"
+
 __all__ = [
     "DPFP",
     "ALiBi",

@@ -1,5 +1,8 @@
 """What users may pass: each check raises an error that names the argument, with its numbers."""
 
+from collections.abc import Collection
+from difflib import get_close_matches
+
 import torch
 from torch import Tensor
 
@@ -29,6 +32,21 @@ def check_size(name: str, size: object) -> None:
         raise TypeError(f"{name} must be a whole number, got {size!r}")
     if size < 1:
         raise ValueError(f"{name}={size} must be at least 1")
+
+
+def check_choice(name: str, value: object, options: Collection[str]) -> None:
+    if value not in options:
+        raise ValueError(f"unknown {name}={value!r}; {nearest(value, options)}")
+
+
+def nearest(word: object, options: Collection[str]) -> str:
+    """What may have been meant by a word, or everything that could be.
+
+    >>> nearest("fastrbp", ["none", "fastrpb"])
+    'did you mean fastrpb?'
+    """
+    near = get_close_matches(str(word), options, n=1)
+    return f"did you mean {near[0]}?" if near else f"choose from {', '.join(options)}"
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:

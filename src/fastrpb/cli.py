@@ -1,26 +1,43 @@
 """The command `fastrpb`: each command calls a function of the library and shows what it gives."""
 
+import functools
+import inspect
+import os
 import signal
 import sys
-from importlib.metadata import version
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 try:
     import typer
-    from rich.columns import Columns
-    from rich.console import Console
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
+
+    from fastrpb.show import Display, show_cells, show_dataset
 except ModuleNotFoundError as missing:
     message = f"fastrpb: the command needs the package {missing.name}: pip install 'fastrpb[cli]'"
     print(message, file=sys.stderr)
     sys.exit(2)
 
-from fastrpb.data import TASKS, DataError, Dataset, Split, load
+from fastrpb import __version__
+from fastrpb.config import COLUMNS, OF_THE_TASK, ROWS, RunConfig, load_config, override, preset
+from fastrpb.data import TASKS, DataError, load
+from fastrpb.model import ModelConfig
+
+# Commands import what they need, so that the others start quickly and without its packages.
+# ruff: noqa: PLC0415
+EXTRAS = {"accelerate": "train", "filelock": "train", "optuna": "sweep", "safetensors": "model"}
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+
+TaskName = Annotated[str, typer.Argument(help=f"One of {', '.join(TASKS)}.")]
+RunFolder = Annotated[Path, typer.Argument(help="The folder of a run.")]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(help="Folder that has the files. Default: FASTRPB_DATA, else the Hub."),
+]
+Cpu = Annotated[bool, typer.Option("--cpu", help="Stay on the CPU even where there is a GPU.")]
+Metric = Annotated[Literal["accuracy", "f1"], typer.Option(help="On test, in per cent.")]
 
 
 def main() -> None:
@@ -32,13 +49,28 @@ def main() -> None:
     try:
         app()
     except ValueError as error:
-        print(f"fastrpb: {error}", file=sys.stderr)
-        sys.exit(2)
+        _complain(str(error))
+    except ModuleNotFoundError as missing:
+        if missing.name not in EXTRAS:
+            raise
+        extra = EXTRAS[missing.name]
+        _complain(f"this needs the package {missing.name}: pip install 'fastrpb[{extra}]'")
+    sys.exit(2)
+
+
+def _is_main() -> bool:
+    """The first of the processes that train together speaks for all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _complain(sentence: str) -> None:
+    if _is_main():
+        print(f"fastrpb: {sentence}", file=sys.stderr)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(version("fastrpb"))
+        print(__version__)
         raise typer.Exit
 
 
@@ -53,13 +85,30 @@ def _app(
 
 
 @app.command()
-def data(
-    task: Annotated[str, typer.Argument(help=f"One of {', '.join(TASKS)}.")],
+def demo(
     *,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder that has the files. Default: FASTRPB_DATA, else the Hub."),
-    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/demo"),
+) -> None:
+    """Train linear attention without and with FastRPB on the shipped digits, and compare.
+
+    Three seeds each, at most 3 minutes on two cores. What is finished is not trained again.
+
+    Example:
+    - `fastrpb demo`
+    """
+    from fastrpb.compare import grid
+    from fastrpb.report import write_report
+
+    configs = grid("digits", ["sikf"], ["none", "fastrpb", "fastrpb2d"], [0, 1, 2], {})
+    records = _compare(configs, out, "accuracy", jobs=min(2, os.cpu_count() or 1), cpu=True)
+    print(f"a report is in {write_report(records, out)}")
+
+
+@app.command()
+def data(
+    task: TaskName,
+    *,
+    data_dir: DataDir = None,
     max_length: Annotated[
         int | None, typer.Option(help="Tokens of a sequence. Default: the paper's.")
     ] = None,
@@ -85,11 +134,240 @@ def data(
             raise DataError(f"--out generates listops only; {task} is read, see --data-dir")
         if data_dir is not None:
             raise DataError("--out writes the files and --data-dir reads them; give one of the two")
-        from fastrpb.data.listops import generate  # noqa: PLC0415, it needs the data extra
+        from fastrpb.data.listops import generate
 
         generate(out, seed, sizes)
         data_dir = out
-    _show(load(task, data_dir, max_length=max_length), samples)
+    show_dataset(load(task, data_dir, max_length=max_length), samples)
+
+
+def _config_options(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command an option for each field of a run and of its model, as the dict `values`."""
+    left_out = ("task", "model", *OF_THE_TASK, *left_out)
+    options = []
+    for panel, config in (("Run", RunConfig), ("Model", ModelConfig)):
+        for name, hint in get_type_hints(config, include_extras=True).items():
+            annotated = get_origin(hint) is Annotated
+            text = f"{hint.__metadata__[0]}." if annotated else None
+            option = typer.Option(help=text, rich_help_panel=panel)
+            kind = Annotated[(get_args(hint)[0] if annotated else hint) | None, option]
+            if name not in left_out:
+                where = inspect.Parameter.KEYWORD_ONLY
+                options.append(inspect.Parameter(name, where, default=None, annotation=kind))
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def wrapper(**arguments: Any) -> None:
+            values = {option.name: arguments.pop(option.name) for option in options}
+            given = {name: value for name, value in values.items() if value is not None}
+            command(**arguments, values=given)
+
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != "values"]
+        wrapper.__signature__ = inspect.Signature([*own, *options])  # pyright: ignore[reportAttributeAccessIssue]
+        wrapper.__annotations__ = {p.name: p.annotation for p in [*own, *options]}
+        return wrapper
+
+    return decorate
+
+
+@app.command()
+@_config_options()
+def train(
+    task: Annotated[str | None, typer.Argument(help=f"One of {', '.join(TASKS)}.")] = None,
+    *,
+    config: Annotated[
+        Path | None, typer.Option(help="A config.json, or the folder of a run, instead of TASK.")
+    ] = None,
+    resume: Annotated[Path | None, typer.Option(help="The folder of a run to go on with.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run. Default: in runs/.")] = None,
+    data_dir: DataDir = None,
+    trackers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tracker", help="tensorboard, wandb or none. Default: tensorboard where installed."
+        ),
+    ] = None,
+    cpu: Cpu = False,
+    values: dict[str, Any],
+) -> None:
+    """Train a model: the paper's set-up of a task, changed by any option.
+
+    Examples:
+    - `fastrpb train mnist --features sikf --position fastrpb --seed 1`
+    - `fastrpb train text --data-dir ~/data --max-length 4096 --precision bf16 --compile`
+    - `fastrpb train --config runs/mnist-sikf-fastrpb-s1 --learning-rate 2e-4`
+    - `fastrpb train --resume runs/mnist-sikf-fastrpb-s1`: go on, whatever ended it
+    - `accelerate launch --num_processes 8 -m fastrpb train text --precision bf16`
+    """
+    from fastrpb.run import Run
+    from fastrpb.train import TRACKERS, Interruption
+    from fastrpb.train import train as run_training
+
+    if resume is not None:
+        if config is not None or out is not None:
+            raise ValueError("--resume has a config and a folder: leave --config and --out out")
+        run = Run(resume)
+        resolved = override(run.config(), values)
+        if task not in (None, resolved.task):
+            raise ValueError(f"{resume} is a run of {resolved.task}, not of {task}")
+    else:
+        resolved = _resolve(task, config, values)
+        run = Run(out or Path("runs", resolved.name))
+        if run.exists():
+            raise ValueError(
+                f"{run.folder} has a run already; go on with: fastrpb train --resume {run.folder}, "
+                "or choose another folder by --out"
+            )
+    if trackers is None:
+        trackers = [name for name in TRACKERS[:1] if find_spec(name)]
+    try:
+        with Display() as display:
+            record = run_training(
+                resolved,
+                run.folder,
+                data_dir=data_dir,
+                trackers=[name for name in trackers if name != "none"],
+                cpu=cpu,
+                on_progress=functools.partial(display.progress, run.folder.name),
+            )
+    except Interruption as interruption:
+        _complain(str(interruption))
+        sys.exit(128 + interruption.number)
+    if _is_main():
+        print(f"{run.folder}: {_in_words(record)}")
+
+
+@app.command()
+@_config_options("seed", "attention", "features", "position")
+def compare(
+    task: TaskName,
+    *,
+    features: Annotated[
+        str, typer.Option(help=f"Rows, by commas: {', '.join(ROWS)}.")
+    ] = "softmax,sikf",
+    position: Annotated[
+        str, typer.Option(help=f"Columns, by commas: {', '.join(COLUMNS)}.")
+    ] = "none,fastrpb",
+    seeds: Annotated[str, typer.Option(help="By commas.")] = "0,1,2",
+    metric: Metric = "accuracy",
+    out: Annotated[Path, typer.Option(help="Folder of the runs and results.jsonl.")] = Path("runs"),
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
+    data_dir: DataDir = None,
+    cpu: Cpu = False,
+    values: dict[str, Any],
+) -> None:
+    """Train a grid of attentions, positions and seeds; print mean ± standard deviation.
+
+    Finished runs are skipped and begun ones go on: give the same command again after a stop, or
+    in several terminals at once.
+
+    Examples:
+    - `fastrpb compare mnist --features softmax,sikf,dpfp,elu1,favor --metric f1`
+    - `fastrpb compare cifar10 --position none,fastrpb,sinespe --seeds 0,1,2,3,4 --jobs 4`
+    """
+    from fastrpb.compare import grid
+
+    numbers = [_whole_number("seeds", word) for word in seeds.split(",")]
+    configs = grid(task, features.split(","), position.split(","), numbers, values)
+    _compare(configs, out, metric, jobs=jobs, data_dir=data_dir, cpu=cpu)
+
+
+@app.command()
+@_config_options()
+def sweep(
+    task: Annotated[str | None, typer.Argument(help=f"One of {', '.join(TASKS)}.")] = None,
+    *,
+    trials: Annotated[int, typer.Option(min=1, help="Of the study, all workers together.")] = 20,
+    low: Annotated[float | None, typer.Option(help="Least rate. Default: a tenth.")] = None,
+    high: Annotated[float | None, typer.Option(help="Greatest. Default: ten times.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A config.json, or the folder of a run, instead of TASK.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the study, shared by its workers.")
+    ] = None,
+    data_dir: DataDir = None,
+    cpu: Cpu = False,
+    values: dict[str, Any],
+) -> None:
+    """Search the learning rate by Bayesian optimisation, on the validation split.
+
+    Workers that are given the same folder, on one machine or many, share one study. Give the same
+    command again to go on.
+
+    Examples:
+    - `fastrpb sweep mnist --trials 20 --epochs 5`
+    - `fastrpb sweep mnist --out /shared/study` on every machine
+    - `fastrpb train --config runs/sweep-mnist-sikf-fastrpb-s0/best.json`
+    """
+    from fastrpb.sweep import sweep as search
+    from fastrpb.train import Interruption
+
+    resolved = _resolve(task, config, values)
+    folder = out or Path("runs", f"sweep-{resolved.name}")
+    try:
+        with Display() as display:
+            best = search(
+                resolved,
+                folder,
+                trials=trials,
+                low=low,
+                high=high,
+                data_dir=data_dir,
+                cpu=cpu,
+                on_progress=display.progress,
+                on_trial=display.done,
+            )
+    except Interruption as interruption:
+        _complain(f"stopped; the same command goes on with the study in {folder}")
+        sys.exit(128 + interruption.number)
+    print(f"best learning rate {best.learning_rate:.3g}; its config is {folder / 'best.json'}")
+
+
+@app.command()
+def evaluate(
+    run: RunFolder,
+    *,
+    split: Annotated[Literal["train", "validation", "test"], typer.Option()] = "test",
+    data_dir: DataDir = None,
+    cpu: Cpu = False,
+) -> None:
+    """Loss, accuracy and macro F1 of a run's model, or of its newest checkpoint.
+
+    Examples:
+    - `fastrpb evaluate runs/mnist-sikf-fastrpb-s0`
+    - `fastrpb evaluate runs/mnist-sikf-fastrpb-s0 --split validation`
+    """
+    from fastrpb.train import evaluate_run
+
+    metrics = evaluate_run(run, split, data_dir=data_dir, cpu=cpu)
+    print(
+        f"{run}, {split}: accuracy {metrics.accuracy:.2%}, macro F1 {metrics.f1:.2%}, "
+        f"loss {metrics.loss:.4f}"
+    )
+
+
+@app.command()
+def predict(
+    run: RunFolder,
+    item: Annotated[
+        str, typer.Argument(metavar="INPUT", help="An image file, a text, an expression; - reads.")
+    ],
+    second: Annotated[str | None, typer.Argument(help="The other document, for retrieval.")] = None,
+) -> None:
+    """The classes of a new input by a run's model, the likeliest first.
+
+    Examples:
+    - `fastrpb predict runs/mnist-sikf-fastrpb-s0 seven.png`
+    - `fastrpb predict runs/text-sikf-fastrpb-s0 "A wonderful film."`
+    - `fastrpb predict runs/text-sikf-fastrpb-s0 - < review.txt`
+    - `fastrpb predict runs/listops-sikf-fastrpb-s0 "[MAX 4 [MIN 2 3 ] ]"`
+    """
+    from fastrpb.train import predict as classes_of
+
+    items = [sys.stdin.read() if x == "-" else x for x in (item, second) if x is not None]
+    for name, probability in classes_of(run, items)[:5]:
+        print(f"{probability:7.2%}  {name}")
 
 
 @app.command()
@@ -100,7 +378,7 @@ def bench(what: Annotated[str, typer.Argument(help="cpu: the core; model: layers
     - `fastrpb bench cpu`: W·V against its peers, about 3 minutes
     - `fastrpb bench model`: every attention with every positional encoding, about 10 minutes
     """
-    from fastrpb.bench import bench as run  # noqa: PLC0415, quick start of other commands
+    from fastrpb.bench import bench as run
 
     print(f"\nwritten to {run(what)}")
 
@@ -114,7 +392,7 @@ def export(
 
     Example: `fastrpb export runs/text model.onnx`
     """
-    from fastrpb.onnx import export as write  # noqa: PLC0415, it needs the onnx extra
+    from fastrpb.onnx import export as write
 
     try:
         print(f"written to {write(run, out)}")
@@ -122,53 +400,60 @@ def export(
         raise ValueError(error) from None
 
 
-def _show(dataset: Dataset, samples: int) -> None:
-    console = Console()
-    facts = dataset.task
-    splits = {"train": dataset.train, "validation": dataset.validation, "test": dataset.test}
-    table = Table(
-        "split", "examples", "shortest", "mean", "longest", "largest class", title=facts.name
-    )
-    for name, split in splits.items():
-        table.add_row(name, *_numbers(split))
-    console.print(table)
-    shape = (
-        f", images of {facts.image_shape[0]}×{facts.image_shape[1]}" if facts.image_shape else ""
-    )
-    console.print(
-        f"{len(facts.classes)} classes, vocabulary {facts.vocabulary}, at most {facts.max_length} "
-        f"tokens{' in each of two documents' if facts.pair else ''}{shape}",
-        highlight=False,
-    )
-    # Spread over the split, since many sources are sorted by label.
-    samples = min(samples, len(dataset.train))
-    panels = [_sample(dataset, i * len(dataset.train) // samples) for i in range(samples)]
-    for part in [Columns(panels)] if facts.image_shape else panels:
-        console.print(part)
+def _resolve(task: str | None, config: Path | None, values: dict[str, Any]) -> RunConfig:
+    """The config of a task's preset, or of a file, with the options in place of its values."""
+    if (task is None) == (config is None):
+        raise ValueError("give one of TASK, --config FILE and, to go on with a run, --resume RUN")
+    if config is not None:
+        return override(load_config(config), values)
+    cell = {name: values[name] for name in ("attention", "features", "position") if name in values}
+    return override(preset(task, **cell), values)  # pyright: ignore[reportArgumentType]
 
 
-def _numbers(split: Split) -> tuple[str, ...]:
-    lengths = split.lengths.float()
-    share = split.labels.bincount().max() / len(split)
+def _whole_number(name: str, word: str) -> int:
+    if not word.strip().isdecimal():
+        raise ValueError(f"--{name} takes whole numbers with commas between them, got {word!r}")
+    return int(word)
+
+
+def _in_words(record: dict[str, Any]) -> str:
+    test = record["metrics"]["test"]
     return (
-        f"{len(split):,}",
-        f"{lengths.min():.0f}",
-        f"{lengths.mean():.1f}",
-        f"{lengths.max():.0f}",
-        f"{share:.1%}",
+        f"test accuracy {test['accuracy']:.2%}, macro F1 {test['f1']:.2%}, "
+        f"{record['seconds']:.1f} s of training, {record['tokens_per_second']:,.0f} tokens/s, "
+        f"{record['peak_memory_bytes'] / 2**20:,.0f} MiB at the peak"
     )
 
 
-def _sample(dataset: Dataset, row: int) -> Panel:
-    sequences, label = dataset.train[row]
-    texts = [dataset.task.show(sequence) for sequence in sequences]
-    if not dataset.task.image_shape:
-        texts = [_snippet(text) for text in texts]
-    title = Text(dataset.task.classes[label])
-    return Panel(Text("\n\n".join(texts)), title=title, expand=not dataset.task.image_shape)
+def _compare(
+    configs: Sequence[RunConfig], folder: Path, metric: str, **options: Any
+) -> list[dict[str, Any]]:
+    """Run a grid, show it going on and its table at the end."""
+    from fastrpb.compare import cells, finished
+    from fastrpb.compare import compare as run_grid
 
+    before = finished(configs, folder)
+    if before:
+        print(f"{len(before)} of {len(configs)} runs are finished already")
+    failed: dict[RunConfig, str] = {}
+    with Display() as display:
 
-def _snippet(text: str, length: int = 240) -> str:
-    """The beginning, on one line, without the control characters that a terminal would obey."""
-    line = "".join(c if c.isprintable() else " " for c in text[: length + 1])
-    return line if len(line) <= length else line[:length] + "…"
+        def tell(config: RunConfig, event: Any) -> None:
+            if isinstance(event, str):
+                failed[config] = event
+                display.done(config.name, event)
+            elif isinstance(event, dict):
+                display.done(config.name, _in_words(event))
+            else:
+                display.progress(config.name, event)
+
+        try:
+            records = run_grid(configs, folder, on_event=tell, **options)
+        except KeyboardInterrupt:
+            _complain("stopped, and saved; the same command goes on")
+            sys.exit(130)
+    show_cells(cells(records, metric), f"{configs[0].task}: test {metric}, %")
+    print(f"{len(records)} of {len(configs)} runs are finished; their records are in {folder}")
+    if failed:
+        raise ValueError(f"{len(failed)} of {len(configs)} runs gave no result, see above")
+    return records

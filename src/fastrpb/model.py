@@ -5,12 +5,12 @@ A `ModelConfig` names the parts; `_attend`, `_encoding` and `_bias` make objects
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise, repeat
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,9 @@ from fastrpb.attention import (
     softmax_attention,
 )
 from fastrpb.bias import BiasState, FastRPB, FastRPB2d, Kind
-from fastrpb.checks import check_mask, check_size, check_tensor
+from fastrpb.checks import check_choice, check_mask, check_size, check_tensor
 from fastrpb.features import DPFP, FavorPlus, elu1, relu, sikf
+from fastrpb.files import replacing
 from fastrpb.positions import (
     ALiBi,
     ConvSPE,
@@ -68,32 +69,34 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
     """
 
     vocab_size: int
-    max_length: int  # tokens, CLS not counted
+    max_length: Annotated[int, "tokens, CLS not counted"]
     num_classes: int = 2
     dim: int = 256
     layers: int = 4
     heads: int = 8
-    qkv_dim: int | None = None  # default: dim
-    mlp_dim: int | None = None  # default: 4·dim
+    qkv_dim: Annotated[int | None, "default: dim"] = None
+    mlp_dim: Annotated[int | None, "default: 4·dim"] = None
     attention: Attention = "linear"
-    features: Features = "sikf"  # of linear attention
+    features: Annotated[Features, "of linear attention"] = "sikf"
     position: Position = "fastrpb"
-    absolute: Absolute = "learned"  # positions added to the embedding
+    absolute: Annotated[Absolute, "positions added to the embedding"] = "learned"
     pooling: Pooling = "cls"
     causal: bool = False
-    image: tuple[int, int] | None = None  # height and width, for fastrpb2d
-    bias_kind: Kind = "additive"  # of fastrpb2d
+    image: Annotated[tuple[int, int] | None, "height and width, for fastrpb2d"] = None
+    bias_kind: Annotated[Kind, "of fastrpb2d"] = "additive"
     bias_init: BiasInit = "local"
-    bias_reach: float = 16.0  # longest scale of the local init, in tokens
-    filters: int | None = None  # of the bias: a divisor of the width; default: heads
-    nu: int = 1  # of dpfp
-    num_features: int = 128  # of favor
-    realizations: int = 64  # of sinespe and convspe
-    sines: int = 10  # of sinespe
-    kernel_size: int = 128  # of convspe
+    bias_reach: Annotated[float, "longest scale of the local init, in tokens"] = 16.0
+    filters: Annotated[int | None, "of the bias: a divisor of the width; default: heads"] = None
+    nu: Annotated[int, "of dpfp"] = 1
+    num_features: Annotated[int, "of favor"] = 128
+    realizations: Annotated[int, "of sinespe and convspe"] = 64
+    sines: Annotated[int, "of sinespe"] = 10
+    kernel_size: Annotated[int, "of convspe"] = 128
     dropout: float = 0.1
-    attention_dropout: float = 0.0  # of softmax attention; linear attention has no weights to drop
-    checkpoint: bool = False  # recompute blocks in the backward pass to save memory
+    attention_dropout: Annotated[
+        float, "of softmax attention; linear attention has no weights to drop"
+    ] = 0.0
+    checkpoint: Annotated[bool, "recompute blocks in the backward pass to save memory"] = False
 
     def __post_init__(self):
         for name, kind in (
@@ -105,9 +108,7 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
             ("bias_kind", Kind),
             ("bias_init", BiasInit),
         ):
-            if getattr(self, name) not in get_args(kind):
-                options = ", ".join(get_args(kind))
-                raise ValueError(f"unknown {name}={getattr(self, name)!r}; choose from {options}")
+            check_choice(name, getattr(self, name), get_args(kind))
         for name in _SIZES:
             check_size(name, getattr(self, name))
         for name in ("dropout", "attention_dropout"):
@@ -468,15 +469,20 @@ MODELS: dict[str, Callable[[ModelConfig], nn.Module]] = {
 }
 
 
-def save_model(model: nn.Module, path: str | os.PathLike) -> None:
-    """Write weights and config into one safetensors file, atomically."""
+def save_model(
+    model: nn.Module, path: str | os.PathLike, weights: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write weights and config into one safetensors file, atomically.
+
+    `weights` replaces the model's own state dict, where that is in parts on several processes.
+    """
     if type(model).__name__ not in MODELS:
         raise TypeError(
             f"save one of {', '.join(MODELS)}, not {type(model).__name__}; "
             "unwrap a compiled or distributed model first"
         )
     meta = {"model": type(model).__name__, "config": json.dumps(asdict(model.config))}  # pyright: ignore[reportArgumentType]
-    write_tensors(model.state_dict(), Path(path), meta)
+    write_tensors(model.state_dict() if weights is None else weights, Path(path), meta)
 
 
 def load_model(path: str | os.PathLike, device: str | torch.device = "cpu") -> nn.Module:
@@ -499,15 +505,11 @@ def load_model(path: str | os.PathLike, device: str | torch.device = "cpu") -> n
     return model.to(device).eval()
 
 
-def write_tensors(tensors: dict[str, Tensor], path: Path, meta: dict[str, str]) -> None:
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, meta: dict[str, str]) -> None:
     """A safetensors file, whole or not at all."""
     safetensors = _safetensors()
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
+    with replacing(path) as part:
         safetensors.torch.save_file({k: x.contiguous() for k, x in tensors.items()}, part, meta)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastrpb.files import replacing
 from fastrpb.model import (
     MODELS,
     LinearAttention,
@@ -72,12 +73,8 @@ def export(model: nn.Module | str | os.PathLike, path: str | os.PathLike) -> Pat
             dynamic_shapes=tuple(_dynamic(name, config) for name in inputs),
             custom_translation_table=translations,
         )
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
+    with replacing(path) as part:
         program.save(part)  # pyright: ignore[reportOptionalMemberAccess]
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
     return path
 
 

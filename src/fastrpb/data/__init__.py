@@ -5,12 +5,12 @@ torch alone; the others need the packages of `pip install 'fastrpb[data]'`.
 """
 
 from dataclasses import replace
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
+from fastrpb.checks import nearest
 from fastrpb.data.batches import Batch, Batches
 from fastrpb.data.dataset import DataError, Dataset, Split, Task, stratified
 
@@ -91,9 +91,7 @@ def load(
 
 def _module(name: str) -> ModuleType:
     if name not in TASKS:
-        near = get_close_matches(str(name), TASKS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(TASKS)}"
-        raise DataError(f"unknown task {name!r}; {hint}")
+        raise DataError(f"unknown task {name!r}; {nearest(name, TASKS)}")
     try:
         return import_module(f"fastrpb.data.{name}")
     except ModuleNotFoundError as error:

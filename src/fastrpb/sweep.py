@@ -1,0 +1,167 @@
+"""The paper's search of the learning rate: Bayesian, over trials that many machines can share."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from uuid import uuid4
+
+import optuna
+from filelock import FileLock, Timeout
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState
+
+from fastrpb.config import RunConfig, differences, from_json, to_json
+from fastrpb.files import replacing
+from fastrpb.run import Run
+from fastrpb.train import DivergedError, Metrics, Progress, train
+
+_FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
+
+
+def sweep(
+    config: RunConfig,
+    folder: str | Path,
+    *,
+    trials: int = 20,
+    low: float | None = None,
+    high: float | None = None,
+    data_dir: str | Path | None = None,
+    cpu: bool = False,
+    on_progress: Callable[[str, Progress], None] = lambda name, progress: None,
+    on_trial: Callable[[str, str], None] = lambda name, words: None,
+) -> RunConfig:
+    """The config with the learning rate of the best validation, found by Optuna's TPE.
+
+    The journal of the study is a file in the folder: workers that share the folder share the
+    study, and a stopped one goes on, its unfinished trials from their checkpoints. A trial whose
+    validation stays under the median of the others at the same step is cut short.
+
+    Args:
+        config: of every trial, but for its learning rate. Validation never uses the test split.
+        folder: of the study; it gets best.json, which `fastrpb train --config` takes.
+        trials: of the study, those of all workers and of earlier calls counted in.
+        low, high: the range of the rate; default: a tenth to ten times that of the config.
+        data_dir, cpu: as in `fastrpb.train.train`.
+        on_progress: called with the name of a trial and how it stands.
+        on_trial: called with the name of a trial and what came of it.
+    """
+    config = replace(config, validation="train")
+    low, high = low or config.learning_rate / 10, high or config.learning_rate * 10
+    if trials < 1:
+        raise ValueError(f"trials={trials} must be at least 1")
+    if not 0 < low < high:
+        raise ValueError(f"low={low:g} and high={high:g} must be positive, the first the smaller")
+    folder, worker = Path(folder), uuid4().hex
+    study = _open(config, folder)
+
+    def objective(trial: optuna.Trial) -> float:
+        trial.set_user_attr("worker", worker)  # before its rate: a trial with a rate has a worker
+        rate = trial.suggest_float("learning_rate", low, high, log=True)
+        run = _run(folder, rate)
+
+        def judge(step: int, metrics: Metrics) -> None:
+            trial.report(metrics.accuracy, step)
+            if trial.should_prune():
+                raise optuna.TrialPruned
+
+        try:
+            record = train(
+                replace(config, learning_rate=rate),
+                run.folder,
+                data_dir=data_dir,
+                cpu=cpu,
+                on_progress=partial(on_progress, run.folder.name),
+                on_validation=judge,
+            )
+        except (optuna.TrialPruned, DivergedError):
+            run.forget()
+            raise optuna.TrialPruned from None
+        return record["metrics"]["validation"]["accuracy"]
+
+    def enough(study: optuna.Study, trial: FrozenTrial) -> None:
+        run = _run(folder, trial.params["learning_rate"])
+        pruned = trial.state == TrialState.PRUNED
+        words = "cut short" if pruned else f"validation accuracy {trial.value:.2%}"
+        on_trial(run.folder.name, words)
+        if len(study.get_trials(states=_FINISHED)) >= trials:
+            study.stop()
+
+    if len(study.get_trials(states=_FINISHED)) < trials:
+        with _alive(folder, worker):
+            study.optimize(objective, callbacks=[enough])
+    return _best(study, config, folder)
+
+
+def _alive(folder: Path, worker: str) -> FileLock:
+    """Held while a worker lives, however it ends."""
+    return FileLock(folder / f"worker-{worker}.lock", timeout=0)
+
+
+def _run(folder: Path, rate: float) -> Run:
+    """By its rate, so that a trial that is taken up again finds its checkpoints."""
+    return Run(folder / f"rate-{rate!r}")
+
+
+def _open(config: RunConfig, folder: Path) -> optuna.Study:
+    """The study of the folder, with the trials that were cut off in its queue again."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "study.lock"):
+        study = optuna.create_study(
+            study_name="learning_rate",
+            storage=JournalStorage(JournalFileBackend(str(folder / "study.journal"))),
+            direction="maximize",
+            sampler=optuna.samplers.TPESampler(constant_liar=True),  # for parallel workers
+            load_if_exists=True,
+        )
+        saved = study.user_attrs.get("config")
+        if saved is None:
+            study.set_user_attr("config", to_json(config))
+        else:
+            changed = differences(from_json(saved, folder), config)
+            if changed:
+                raise ValueError(
+                    f"the study in {folder} searches another config: {'; '.join(changed)}; "
+                    "choose another folder by --out"
+                )
+        _queue_again(study, folder)
+    return study
+
+
+def _queue_again(study: optuna.Study, folder: Path) -> None:
+    """A rate that was tried but neither finished, nor waits, nor is at a living worker's."""
+    cut_off, others = [], set()
+    for trial in study.get_trials(deepcopy=False):
+        rate = (trial.params or trial.system_attrs.get("fixed_params", {})).get("learning_rate")
+        dead = trial.state == TrialState.RUNNING and trial.params and _is_dead(trial, folder)
+        if dead:
+            study.tell(trial.number, state=TrialState.FAIL)
+        if dead or trial.state == TrialState.FAIL:
+            cut_off.append(rate)
+        else:
+            others.add(rate)
+    for rate in dict.fromkeys(cut_off):
+        if rate is not None and rate not in others:
+            study.enqueue_trial({"learning_rate": rate})
+
+
+def _is_dead(trial: FrozenTrial, folder: Path) -> bool:
+    try:
+        with _alive(folder, trial.user_attrs["worker"]):
+            return True
+    except Timeout:
+        return False
+
+
+def _best(study: optuna.Study, config: RunConfig, folder: Path) -> RunConfig:
+    if not study.get_trials(states=[TrialState.COMPLETE]):
+        raise ValueError(
+            f"no trial in {folder} came to its end: the loss diverged at every learning rate; "
+            "choose lower ones by --low and --high"
+        )
+    best = replace(config, learning_rate=study.best_params["learning_rate"])
+    with replacing(folder / "best.json") as part:
+        part.write_text(to_json(best))
+    return best

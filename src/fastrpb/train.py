@@ -1,0 +1,609 @@
+"""Training by `accelerate`: on the CPU, one GPU, or many by `accelerate launch` and `torchrun`.
+
+What a step computes is a function of the config, the weights and the number of the step: the order
+of the data, the learning rate and the random numbers all follow from (seed, step). So a checkpoint
+holds the weights, the optimiser and where the data stand, and a run that goes on from one computes
+what it would have computed uninterrupted, bit for bit on the CPU.
+"""
+
+import hashlib
+import itertools
+import math
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import ProjectConfiguration
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.functional import cross_entropy
+
+from fastrpb.checks import nearest
+from fastrpb.config import RunConfig
+from fastrpb.data import Batch, Batches, Dataset, Split, Task, load, task
+from fastrpb.model import Classifier, PairClassifier, load_model, save_model
+from fastrpb.run import Run, peak_memory, provenance
+
+TRACKERS = ("tensorboard", "wandb")
+_REPORT_EVERY = 10  # steps; the loss is read only then, so that a GPU need not wait at each step
+EVALUATION_BATCHES = 4  # times the batch of training: no gradients are held
+_PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+
+
+class Progress(NamedTuple):
+    """How a run stands; loss, accuracy and speed over the last steps."""
+
+    step: int
+    steps: int
+    loss: float
+    accuracy: float
+    tokens_per_second: float
+    seconds_left: float
+
+
+class Metrics(NamedTuple):
+    """Of a split: mean cross-entropy, accuracy, and the mean of the classes' F1."""
+
+    loss: float
+    accuracy: float
+    f1: float
+
+
+class Interruption(Exception):  # noqa: N818, nothing went wrong
+    """A signal ended the training; its state is saved."""
+
+    def __init__(self, run: Run, step: int, steps: int, number: int):
+        super().__init__(
+            f"stopped at step {step} of {steps}, and saved; go on with: "
+            f"fastrpb train --resume {run.folder}"
+        )
+        self.number = number
+
+
+class DivergedError(ValueError):
+    """The loss is no number any more."""
+
+
+def train(
+    config: RunConfig,
+    folder: str | Path,
+    *,
+    data_dir: str | Path | None = None,
+    trackers: Sequence[str] = (),
+    cpu: bool = False,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_validation: Callable[[int, Metrics], None] = lambda step, metrics: None,
+) -> dict[str, Any]:
+    """Train a config in a folder, and give its record; go on where the folder's run stands.
+
+    Args:
+        config: of the run; a folder that was begun with another one is refused.
+        folder: of the run, see `fastrpb.run`. The record is added to results.jsonl beside it.
+        data_dir: as in `fastrpb.data.load`.
+        trackers: of "tensorboard" and "wandb", what else to write to.
+        cpu: train on the CPU even where there is a GPU.
+        on_progress: called after every tenth step.
+        on_validation: called after every validation with the step; what it raises ends the run.
+
+    Raises:
+        Interruption: after SIGINT or SIGTERM, with the state saved.
+        ValueError: with one sentence, for anything that the user can mend.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from fastrpb.config import override, preset
+    >>> config = override(preset("digits"), {"steps": 2, "layers": 1})
+    >>> with TemporaryDirectory() as folder:
+    ...     record = train(config, f"{folder}/run", cpu=True)
+    >>> sorted(record["metrics"]["test"])
+    ['accuracy', 'f1', 'loss']
+    """
+    run = Run(folder)
+    data = load_data(config, data_dir)  # first, so that a missing file leaves no folder
+    accelerator = _accelerator(config, run, trackers, cpu)
+    with run.locked() if accelerator.is_main_process else nullcontext():
+        if accelerator.is_main_process:
+            run.open(config)
+        accelerator.wait_for_everyone()
+        finished = run.result()
+        if finished is not None:
+            return finished
+        try:
+            trainer = _Trainer(config, run, accelerator, data, on_progress, on_validation)
+            with _caught_signals() as trainer.signals:
+                return trainer.fit()
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"{accelerator.device} has too little memory for batch_size={config.batch_size}; "
+                "try accumulate=4, checkpoint=true or a smaller batch"
+            ) from error
+        except (OSError, SafetensorError) as error:
+            raise ValueError(_unsaved(run, error)) from error
+        finally:
+            accelerator.end_training()
+
+
+def evaluate(
+    model: nn.Module,
+    split: Split,
+    facts: Task,
+    batch_size: int,
+    accelerator: Accelerator,
+    between: Callable[[], None] = lambda: None,
+) -> Metrics:
+    """Loss, accuracy and macro F1 over a split, by all processes together."""
+    classes = len(facts.classes)
+    confusion = torch.zeros(classes, classes, dtype=torch.int64, device=accelerator.device)
+    loss = torch.zeros((), device=accelerator.device)
+    batches = Batches(
+        split,
+        batch_size,
+        pad_id=facts.pad_id,
+        shuffle=False,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+    )
+    model.eval()
+    _seed("evaluate")  # for encodings that draw noise
+    with torch.no_grad():
+        for batch in batches:
+            logits, labels = classify(model, batch, accelerator.device)
+            loss += cross_entropy(logits, labels, reduction="sum")
+            pairs = classes * labels + logits.argmax(-1)
+            confusion += pairs.bincount(minlength=classes**2).view(classes, classes)
+            between()
+    model.train()
+    confusion, loss = accelerator.reduce((confusion, loss), reduction="sum")
+    return Metrics(loss.item() / len(split), *_scores(confusion.cpu()))
+
+
+def classify(model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Logits (batch, classes) and labels on the device."""
+    tokens, mask, labels, _ = (x.to(device, non_blocking=True) for x in batch)
+    if tokens.dim() == 3:
+        return model(*tokens.unbind(1), *mask.unbind(1)), labels
+    return model(tokens, mask), labels
+
+
+def load_run(folder: str | Path) -> tuple[RunConfig, nn.Module]:
+    """Config and model of a run in eval mode: the trained one, or that of the last checkpoint."""
+    run = Run(folder)
+    config = run.config()
+    if run.model_file.exists():
+        return config, load_model(run.model_file)
+    if not run.steps():
+        raise ValueError(
+            f"{folder} has no weights yet; train with: fastrpb train --resume {folder}"
+        )
+    tensors, _ = run.load(run.steps()[-1])
+    model = build(config)
+    model.load_state_dict(under("model.", tensors))
+    return config, model.eval()
+
+
+def evaluate_run(
+    folder: str | Path,
+    split: Literal["train", "validation", "test"] = "test",
+    *,
+    data_dir: str | Path | None = None,
+    cpu: bool = False,
+) -> Metrics:
+    """The metrics of a run's model on a split of its task."""
+    config, model = load_run(folder)
+    data = load_data(config, data_dir)
+    accelerator = _accelerator(config, Run(folder), (), cpu)
+    rows: Split = getattr(data, split)
+    size = EVALUATION_BATCHES * config.batch_size
+    return evaluate(accelerator.prepare(model), rows, data.task, size, accelerator)
+
+
+def predict(folder: str | Path, items: Sequence[str]) -> list[tuple[str, float]]:
+    """The classes of a new input with their probabilities, the likeliest first.
+
+    Args:
+        folder: of a run.
+        items: the path of an image, a text, or an expression; two documents for retrieval.
+    """
+    config, model = load_run(folder)
+    facts = task_of(config)
+    if len(items) != 1 + facts.pair:
+        raise ValueError(f"{facts.name} takes {1 + facts.pair} inputs, got {len(items)}")
+    _seed("evaluate")
+    with torch.no_grad():
+        logits = model(*(facts.encode(item).unsqueeze(0) for item in items))
+    probabilities = logits.softmax(-1).squeeze(0).tolist()
+    return sorted(zip(facts.classes, probabilities, strict=True), key=lambda pair: -pair[1])
+
+
+class _Trainer:
+    """The parts of a run, and how far it is."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run: Run,
+        accelerator: Accelerator,
+        data: Dataset,
+        on_progress: Callable[[Progress], None],
+        on_validation: Callable[[int, Metrics], None],
+    ):
+        self.config, self.run, self.accelerator = config, run, accelerator
+        self.on_progress, self.on_validation = on_progress, on_validation
+        self.signals: list[int] = []
+        self.data = data
+        self.batches = self._train_batches()
+        self.steps = config.steps or (config.epochs or 0) * len(self.batches)
+        self.eval_every = config.eval_every or len(self.batches)
+        _seed("weights", config.seed)
+        self.raw = build(config)
+        if config.compile:
+            self.raw.compile()
+        optimizer = torch.optim.AdamW(
+            self.raw.parameters(),
+            betas=(0.9, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=accelerator.device.type in ("cpu", "cuda"),
+        )
+        self.model, self.optimizer = accelerator.prepare(self.raw, optimizer)
+        self.state = _State()
+        self.best: dict[str, Tensor] = {}  # weights of the best validation, where they are kept
+        self.saved: int | None = None
+        self.window = _Window()
+
+    def fit(self) -> dict[str, Any]:
+        if self.run.steps():
+            self._restore(self.run.steps()[-1])
+        if self.accelerator.is_main_process:
+            self.run.rewind(self.state.step)
+        purge = {"tensorboard": {"purge_step": self.state.step + 1}}
+        self.accelerator.init_trackers("fastrpb", init_kwargs=purge)
+        stream = itertools.chain.from_iterable(itertools.repeat(self.batches))
+        try:
+            while True:
+                if self._due(self.eval_every) and self.state.validated < self.state.step:
+                    self._validate()
+                if self._due(self.config.save_every):
+                    self._save()
+                if self.state.step == self.steps:
+                    return self._finish()
+                self._train_step(next(stream))
+                if self._due(_REPORT_EVERY):
+                    self._report()
+                self._stop_if_asked()
+        except _Stop as stop:
+            self._save()
+            raise Interruption(self.run, self.state.step, self.steps, stop.number) from None
+
+    def _due(self, every: int) -> bool:
+        return self.state.step % every == 0 or self.state.step == self.steps
+
+    def _train_batches(self) -> Batches:
+        config, processes = self.config, self.accelerator.num_processes
+        if config.batch_size % (processes * config.accumulate):
+            raise ValueError(
+                f"batch_size={config.batch_size} does not part into {processes} processes times "
+                f"accumulate={config.accumulate}"
+            )
+        return Batches(
+            self.data.train,
+            config.batch_size,
+            pad_id=self.data.task.pad_id,
+            seed=config.seed,
+            drop_last=True,
+            rank=self.accelerator.process_index,
+            world_size=processes,
+        )
+
+    def _train_step(self, batch: Batch) -> None:
+        config, state = self.config, self.state
+        _seed("step", config.seed, state.step, self.accelerator.process_index)
+        rate = config.learning_rate_at(state.step + 1, self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.window.begin()
+        chunks = (x.chunk(config.accumulate) for x in batch)
+        parts = [Batch(*part) for part in zip(*chunks, strict=True)]
+        for part in parts:
+            # The processes share their gradients once, after the last part.
+            last = part is parts[-1]
+            with nullcontext() if last else self.accelerator.no_sync(self.model):
+                logits, labels = classify(self.model, part, self.accelerator.device)
+                loss = cross_entropy(logits, labels, reduction="sum") / len(batch.labels)
+                self.accelerator.backward(loss)
+            correct = (logits.argmax(-1) == labels).sum() / len(batch.labels)
+            self.window.add(state.step, torch.stack([loss.detach(), correct]))
+        if config.clip is not None:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.window.tokens += int(batch.mask.sum())
+        state.step += 1
+
+    def _report(self) -> None:
+        """Read the loss of the last steps, check it, show and log it."""
+        if not self.window.sums:
+            return
+        state, window = self.state, self.window
+        others = torch.tensor([float(window.tokens), float(bool(self.signals))])
+        rows = torch.stack([*window.sums.values(), others.to(self.accelerator.device)])
+        rows: Any = self.accelerator.reduce(rows, reduction="sum")
+        *rows, (tokens, asked) = rows.tolist()
+        rows = torch.tensor(rows) / self.accelerator.num_processes
+        seconds = time.perf_counter() - window.start
+        for step, (loss, _) in zip(window.sums, rows.tolist(), strict=True):
+            if not math.isfinite(loss):
+                raise DivergedError(
+                    f"the loss is {loss} at step {step + 1}; the state of step {self.saved} is "
+                    f"saved in {self.run.folder}; try a lower learning rate than "
+                    f"{self.config.learning_rate:g}, a longer warm-up, or clip=1"
+                )
+        loss, accuracy = rows.mean(0).tolist()
+        state.seconds += seconds
+        state.tokens += round(tokens)
+        self.window = _Window()
+        speed = tokens / seconds
+        left = state.seconds / state.step * (self.steps - state.step)
+        if self.accelerator.is_main_process:
+            self.on_progress(Progress(state.step, self.steps, loss, accuracy, speed, left))
+        rate = self.optimizer.param_groups[0]["lr"]
+        self._log({"loss": loss, "accuracy": accuracy, "learning_rate": rate, "tokens/s": speed})
+        if self.accelerator.num_processes > 1 and asked:
+            raise _Stop(self.signals[0] if self.signals else signal.SIGTERM)
+
+    def _validate(self) -> None:
+        self._report()
+        metrics = self._evaluate(self.data.validation)
+        state = self.state
+        state.validated, state.validation = state.step, metrics._asdict()
+        if self.config.keep == "best" and metrics.accuracy > state.best_accuracy:
+            state.best_accuracy, state.best_step = metrics.accuracy, state.step
+            self.best = {name: x.clone() for name, x in self._weights().items()}
+        self._log({"validation": metrics._asdict()})
+        self.on_validation(state.step, metrics)
+
+    def _evaluate(self, split: Split) -> Metrics:
+        return evaluate(
+            self.model,
+            split,
+            self.data.task,
+            EVALUATION_BATCHES * self.config.batch_size,
+            self.accelerator,
+            self._stop_if_asked,
+        )
+
+    def _log(self, values: dict[str, Any]) -> None:
+        if self.accelerator.is_main_process:
+            self.run.log({"step": self.state.step, **values})
+        numbers = values.get("validation")
+        kind = "train" if numbers is None else "validation"
+        named = {f"{kind}/{name}": x for name, x in (numbers or values).items()}
+        self.accelerator.log(named, step=self.state.step)
+
+    def _stop_if_asked(self) -> None:
+        # Several processes must agree: they do so when they report.
+        if self.signals and self.accelerator.num_processes == 1:
+            raise _Stop(self.signals[0])
+
+    def _weights(self) -> Any:
+        return get_model_state_dict(self.model, options=_WHOLE)
+
+    def _set_weights(self, weights: Any) -> None:
+        set_model_state_dict(self.model, weights, options=self._from_first())
+
+    def _from_first(self) -> StateDictOptions:
+        """State dicts that the first process has whole, for all."""
+        several = self.accelerator.num_processes > 1
+        return StateDictOptions(full_state_dict=True, broadcast_from_rank0=several)
+
+    def _save(self) -> None:
+        self._report()
+        if self.saved == self.state.step:
+            return
+        optimizer: Any = get_optimizer_state_dict(
+            self.model, self.optimizer.optimizer, options=_WHOLE
+        )
+        tensors: dict[str, Tensor] = {f"model.{name}": x for name, x in self._weights().items()}
+        tensors |= {f"best.{name}": x for name, x in self.best.items()}
+        for name, values in optimizer.get("state", {}).items():
+            tensors |= {f"optimizer.{key}.{name}": x for key, x in values.items()}
+        self.state.memory = max(self.state.memory, peak_memory(self.accelerator.device))
+        state = {**asdict(self.state), "data": self.batches.state_dict()}
+        if self.accelerator.scaler is not None:
+            state["scaler"] = self.accelerator.scaler.state_dict()
+        if self.accelerator.is_main_process:
+            self.run.save(self.state.step, tensors, state)
+        self.saved = self.state.step
+
+    def _restore(self, step: int) -> None:
+        tensors, state = self.run.load(step)
+        if not self.accelerator.is_main_process:
+            tensors = {}  # they come from the first process
+        self.batches.load_state_dict(state.pop("data"))
+        scaler = state.pop("scaler", None)
+        if scaler is not None and self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(scaler)
+        self.state, self.saved = _State(**state), step
+        self._set_weights(under("model.", tensors))
+        moments: dict[str, dict[str, Tensor]] = {}
+        for name, x in under("optimizer.", tensors).items():
+            key, parameter = name.split(".", 1)
+            moments.setdefault(parameter, {})[key] = x
+        group = {**self.optimizer.param_groups[0], "params": list(moments)}
+        whole: Any = {"state": moments, "param_groups": [group]} if moments else {}
+        set_optimizer_state_dict(
+            self.model, self.optimizer.optimizer, whole, options=self._from_first()
+        )
+        self.best = under("best.", tensors)
+
+    def _finish(self) -> dict[str, Any]:
+        state = self.state
+        if state.best_step:
+            self._set_weights(self.best)
+        test = self._evaluate(self.data.test)
+        weights = self._weights()
+        memory = max(state.memory, peak_memory(self.accelerator.device))
+        record = {
+            "name": self.config.name,
+            "config": asdict(self.config),
+            "metrics": {"validation": state.validation, "test": test._asdict()},
+            "steps": self.steps,
+            "weights_of_step": state.best_step or self.steps,
+            "parameters": sum(p.numel() for p in self.raw.parameters()),
+            "seconds": state.seconds,
+            "tokens_per_second": state.tokens / state.seconds,
+            "peak_memory_bytes": memory,
+            "processes": self.accelerator.num_processes,
+            **provenance(self.accelerator.device),
+            "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+        if self.accelerator.is_main_process:
+            save_model(self.raw, self.run.model_file, weights)
+            self.run.finish(record)
+        return record
+
+
+@dataclass
+class _State:
+    """How far a run is, as a checkpoint holds it beside the tensors."""
+
+    step: int = 0
+    validated: int = 0  # the step of the last validation
+    validation: dict[str, float] = field(default_factory=dict)
+    best_step: int = 0
+    best_accuracy: float = -1.0
+    seconds: float = 0.0  # of training, without validation and saving
+    tokens: int = 0
+    memory: int = 0
+
+
+class _Window:
+    """Loss and accuracy of the steps since the last report, still on the device."""
+
+    def __init__(self) -> None:
+        self.sums: dict[int, Tensor] = {}
+        self.tokens = 0
+        self.start = 0.0
+
+    def begin(self) -> None:
+        if not self.sums:
+            self.start = time.perf_counter()
+
+    def add(self, step: int, values: Tensor) -> None:
+        self.sums[step] = self.sums.get(step, 0) + values
+
+
+class _Stop(Exception):  # noqa: N818
+    def __init__(self, number: int):
+        self.number = number
+
+
+# State dicts that are gathered from all processes, on the CPU of the first; empty on the others.
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def _accelerator(config: RunConfig, run: Run, trackers: Sequence[str], cpu: bool) -> Accelerator:
+    for name in trackers:
+        if name not in TRACKERS:
+            raise ValueError(f"unknown tracker={name!r}; {nearest(name, TRACKERS)}")
+        if find_spec(name) is None:
+            raise ValueError(f"tracker={name!r} needs the package {name}: pip install {name}")
+    # One process may train several configs, one after another, in other precisions.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return Accelerator(
+        mixed_precision=_PRECISIONS[config.precision],
+        cpu=cpu,
+        log_with=list(trackers) or None,
+        project_config=ProjectConfiguration(logging_dir=str(run.folder / "tensorboard")),
+    )
+
+
+def build(config: RunConfig) -> nn.Module:
+    """A new model for the task of a run."""
+    return (PairClassifier if task_of(config).pair else Classifier)(config.model)
+
+
+def task_of(config: RunConfig) -> Task:
+    """The task of a run, at the length of its config."""
+    pixels = task(config.task).image_shape
+    return task(config.task, None if pixels else config.model.max_length)
+
+
+def load_data(config: RunConfig, data_dir: str | Path | None) -> Dataset:
+    """The data of a run, at the length and with the validation split of its config."""
+    facts = task_of(config)
+    length = None if facts.image_shape else facts.max_length
+    return load(facts.name, data_dir, max_length=length, validation=config.validation)
+
+
+def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin so, without that beginning."""
+    return {name[len(prefix) :]: x for name, x in tensors.items() if name.startswith(prefix)}
+
+
+def _seed(*values: object) -> None:
+    """Random numbers that depend on these values alone."""
+    digest = hashlib.blake2b(repr(values).encode(), digest_size=7).digest()
+    seed = int.from_bytes(digest, "big")
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _scores(confusion: Tensor) -> tuple[float, float]:
+    """Accuracy and macro F1 of the counts [label, prediction]; classes that never occur are out.
+
+    >>> _scores(torch.tensor([[2, 0, 0], [1, 1, 0], [0, 0, 0]]))
+    (0.75, 0.733...)
+    """
+    hits = confusion.diagonal().double()
+    occurs = (confusion.sum(0) + confusion.sum(1)).double()
+    f1 = (2 * hits / occurs)[occurs > 0].mean()
+    return (hits.sum() / confusion.sum()).item(), f1.item()
+
+
+@contextmanager
+def _caught_signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM as numbers in a list, to be looked at; the second ends at once."""
+    caught: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield caught  # only the main thread gets signals
+        return
+
+    def note(number: int, _: object) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _unsaved(run: Run, error: Exception) -> str:
+    reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+    saved = run.steps()
+    state = f"the state of step {saved[-1]} is safe" if saved else "nothing was saved yet"
+    return (
+        f"cannot write to {run.folder}: {reason}; {state}; free some space and go on with: "
+        f"fastrpb train --resume {run.folder}"
+    )

@@ -1,0 +1,82 @@
+import json
+import threading
+
+import pytest
+
+from fastrpb.compare import Cell, cells, compare, finished, grid
+from fastrpb.run import Run, append_result, read_lines
+
+
+def test_mean_and_standard_deviation_over_the_seeds():
+    made = [
+        {
+            "config": {"model": {"attention": a, "features": "sikf", "position": "none"}},
+            "metrics": {"test": {"accuracy": x}},
+        }
+        for a, x in [("linear", 0.5), ("linear", 0.7), ("softmax", 0.9)]
+    ]
+    table = cells(made, "accuracy")
+    assert table["sikf", "none"] == pytest.approx((60.0, 200**0.5, 2))
+    assert str(table["sikf", "none"]) == "60.00 ± 14.14"
+    assert str(table["softmax", "none"]) == "90.00"
+    assert Cell(1, 0, 1) == (1, 0, 1)
+
+
+def test_a_grid_keeps_the_options_and_the_seeds():
+    configs = grid("digits", ["softmax", "sikf"], ["none", "alibi"], [0, 5], {"layers": 1})
+    assert len(configs) == 6
+    assert {c.seed for c in configs} == {0, 5}
+    assert {c.model.layers for c in configs} == {1}
+
+
+def test_a_run_that_fails_does_not_end_the_others(small, tmp_path):
+    bad = small(steps=50, learning_rate=1e30, warmup=0)
+    good, events = small(steps=2), []
+    found = compare([bad, good], tmp_path, cpu=True, on_event=lambda c, e: events.append((c, e)))
+    assert [r["steps"] for r in found] == [2]
+    (failure,) = [e for c, e in events if isinstance(e, str)]
+    assert "the loss is" in failure
+
+
+def test_a_run_of_another_process_is_left_to_it(small, tmp_path):
+    config, events = small(steps=2), []
+    with Run(tmp_path / config.name).locked():
+        found = compare([config], tmp_path, cpu=True, on_event=lambda c, e: events.append(e))
+    assert found == []
+    assert events == ["another process trains it"]
+
+
+def test_stopped_it_saves_and_goes_on(small, tmp_path):
+    config, seen = small(steps=1000, save_every=100_000), []
+
+    def stop(config, event):
+        seen.append(event)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compare([config], tmp_path, cpu=True, on_event=stop)
+    (first, saved) = Run(tmp_path / config.name).steps()
+    assert first == 0 < saved < 1000
+    assert len(compare([config], tmp_path, cpu=True)) == 1
+
+
+def test_many_append_at_once(tmp_path):
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"name": "old", "config": 0}\n{"name": "cut of')
+    threads = [
+        threading.Thread(target=append_result, args=(path, {"name": str(i % 20), "config": 1}))
+        for i in range(40)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sorted(line["name"] for line in lines) == sorted(["old", *map(str, range(20))])
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    (tmp_path / "results.jsonl").write_text('{"config": 1}\n{"a"\n{"config": 2}\n')
+    with pytest.raises(ValueError, match=r"results.jsonl: line 2 is damaged"):
+        finished([], tmp_path)
+    assert list(read_lines(tmp_path / "none.jsonl")) == []

@@ -1,0 +1,126 @@
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from fastrpb.config import (
+    COLUMNS,
+    ROWS,
+    differences,
+    from_json,
+    load_config,
+    override,
+    preset,
+    to_json,
+    with_row,
+)
+from fastrpb.data import TASKS
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("row", ROWS)
+def test_every_cell_of_the_tables_is_a_config_that_json_keeps(task, row):
+    for position in COLUMNS:
+        text, linear = task in ("text", "retrieval", "listops"), row != "softmax"
+        if (position == "fastrpb2d" and text) or (position in ("rpe", "t5", "alibi") and linear):
+            with pytest.raises(ValueError, match=f"position='{position}'"):
+                preset(task, *with_row(row), position)
+            continue
+        config = preset(task, *with_row(row), position)
+        assert from_json(to_json(config), "x") == config
+        assert config.name == f"{task}-{row}-{position}-s0"
+
+
+def test_the_set_ups_of_the_paper():
+    text = preset("text")
+    assert (text.model.layers, text.model.dim, text.model.heads, text.model.mlp) == (
+        4,
+        256,
+        4,
+        1024,
+    )
+    assert (text.batch_size, text.steps, text.warmup, text.validation) == (8, 30_000, 8000, "test")
+    cifar = preset("cifar10", position="sinespe").model
+    assert (cifar.width, cifar.realizations, cifar.absolute) == (64, 32, "none")
+    rates = [preset("mnist", "softmax", position=p).learning_rate for p in ("none", "fastrpb2d")]
+    assert rates == [1.05e-4, 1.35e-4]
+
+
+def test_schedules():
+    config = preset("text")
+    assert config.learning_rate_at(4000, 30_000) == pytest.approx(0.0125 / 2 / math.sqrt(8000))
+    assert config.learning_rate_at(16_000, 30_000) == pytest.approx(0.0125 / math.sqrt(16_000))
+    config = replace(config, schedule="linear", warmup=10, learning_rate=1.0)
+    rates = [config.learning_rate_at(step, 110) for step in (5, 10, 11, 61, 110)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.01])
+    config = replace(config, schedule="cosine")
+    rates = [config.learning_rate_at(step, 110) for step in (5, 11, 61)]
+    assert rates == pytest.approx([0.5, 1.0, 0.5])
+    config = replace(config, schedule="constant", warmup=0)
+    assert config.learning_rate_at(1, 110) == config.learning_rate_at(110, 110) == 1.0
+
+
+def test_a_length_in_steps_replaces_one_in_epochs():
+    config = override(preset("mnist"), {"steps": 5})
+    assert (config.steps, config.epochs) == (5, None)
+    config = override(config, {"epochs": 2})
+    assert (config.steps, config.epochs) == (None, 2)
+
+
+def test_a_changed_config_has_another_name():
+    plain, changed = preset("digits"), override(preset("digits"), {"layers": 3})
+    assert changed.name.startswith(plain.name + "-")
+    assert changed.name != override(plain, {"layers": 4}).name
+    assert differences(plain, changed) == ["layers 2 → 3"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lerning_rate": 1}, "no field 'lerning_rate'; did you mean learning_rate"),
+        ({"vocab_size": 3}, "no field 'vocab_size'"),
+        ({"schedule": "linar"}, "schedule='linar'; did you mean linear"),
+        ({"precision": "int4"}, "precision='int4'; choose from fp32"),
+        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"steps": 3, "epochs": 4}, "epochs=4 and steps=3"),
+        ({"seed": -1}, "seed=-1 must be a whole number from 0"),
+        ({"learning_rate": -1.0}, "learning_rate=-1.0 must be from 0"),
+        ({"learning_rate": math.nan}, "learning_rate=nan"),
+        ({"beta2": 1.0}, "beta2=1.0 must be from 0 to below 1"),
+        ({"clip": "1"}, "clip='1' must be a number"),
+        ({"schedule": "rsqrt", "warmup": 0}, "warmup ≥ 1"),
+        ({"accumulate": 3}, "batch_size=32 does not part into accumulate=3"),
+        ({"keep": "best", "validation": "test"}, "choose the weights by the test split"),
+        ({"max_length": 65}, "digits always has 64 pixels"),
+        ({"position": "rpe"}, "linear attention never forms"),
+        ({"compile": "yes"}, "compile='yes' must be true or false"),
+    ],
+)
+def test_impossible_values(values, message):
+    with pytest.raises(ValueError, match=message):
+        override(preset("digits"), values)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: "{", "is not the config of a run"),
+        (lambda c: "[]", "needs the objects of a run and of its model"),
+        (lambda c: c.replace("batch_size", "batchsize"), "did you mean batch_size"),
+        (lambda c: c.replace('"batch_size": 32', '"batch_size": "32"'), "must be a whole number"),
+        (lambda c: c.replace('"vocab_size": 17', '"vocab_size": 18'), "but the model has"),
+        (lambda c: json.dumps({**json.loads(c), "task": "digit"}), "did you mean digits"),
+    ],
+)
+def test_damaged_configs(tmp_path, change, message):
+    path = tmp_path / "config.json"
+    path.write_text(change(to_json(preset("digits"))))
+    with pytest.raises(ValueError, match=message) as error:
+        load_config(tmp_path)
+    assert str(path) in str(error.value)
+
+
+def test_a_config_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot read the config .*No such file"):
+        load_config(tmp_path / "none.json")

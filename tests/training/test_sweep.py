@@ -1,0 +1,82 @@
+import multiprocessing
+import os
+import signal
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from fastrpb.run import Run
+from fastrpb.sweep import _open, sweep
+from fastrpb.train import Interruption
+
+
+def test_an_interrupted_trial_goes_on(small, tmp_path):
+    config = small(steps=40, eval_every=20)
+
+    def stop(name, progress):
+        if progress.step == 30:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interruption):
+        sweep(config, tmp_path, trials=1, cpu=True, on_progress=stop)
+    (folder,) = tmp_path.glob("rate-*")
+    assert Run(folder).steps()[-1] == 30
+    seen = []
+    best = sweep(config, tmp_path, trials=1, cpu=True, on_progress=lambda n, p: seen.append(p.step))
+    assert seen[0] > 30
+    assert f"rate-{best.learning_rate!r}" == folder.name
+    states = [trial.state for trial in _open(config, tmp_path).trials]
+    assert states == [TrialState.FAIL, TrialState.COMPLETE]
+
+
+def die(config, folder):
+    def kill(name, progress):
+        if progress.step == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sweep(config, folder, trials=1, cpu=True, on_progress=kill)
+
+
+def test_a_killed_trial_goes_on(small, tmp_path):
+    config = small(steps=30, save_every=10)
+    process = multiprocessing.get_context("forkserver").Process(target=die, args=(config, tmp_path))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    sweep(config, tmp_path, trials=1, cpu=True)
+    assert len(list(tmp_path.glob("rate-*"))) == 1
+
+
+def test_diverging_rates_are_cut_short_and_the_best_is_of_validation(small, tmp_path):
+    config, words = small(steps=20, eval_every=10), {}
+    with pytest.raises(ValueError, match="the loss diverged at every learning rate"):
+        sweep(config, tmp_path / "a", trials=2, low=1e29, high=1e30, cpu=True)
+    best = sweep(
+        config, tmp_path / "b", trials=3, cpu=True, on_trial=lambda n, w: words.update({n: w})
+    )
+    study = _open(config, tmp_path / "b")
+    assert best.learning_rate == study.best_params["learning_rate"]
+    record = Run(tmp_path / "b" / f"rate-{best.learning_rate!r}").result()
+    assert study.best_value == record["metrics"]["validation"]["accuracy"]
+    assert len(words) == 3
+
+
+def test_two_workers_share_a_study(small, tmp_path):
+    config = small(steps=10)
+    workers = [
+        multiprocessing.get_context("forkserver").Process(target=work, args=(config, tmp_path))
+        for _ in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    done = [t for t in _open(config, tmp_path).trials if t.state == TrialState.COMPLETE]
+    assert 4 <= len(done) <= 5  # the second worker may be at one when the fourth ends
+    assert optuna.logging.get_verbosity() == optuna.logging.WARNING
+
+
+def work(config, folder):
+    sweep(config, folder, trials=4, cpu=True)

@@ -1,0 +1,408 @@
+import json
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fastrpb import load_model
+from fastrpb.config import override, preset
+from fastrpb.data import load
+from fastrpb.run import Run
+from fastrpb.train import (
+    DivergedError,
+    Interruption,
+    Metrics,
+    _scores,
+    evaluate_run,
+    load_run,
+    predict,
+    train,
+)
+from samples import write_papers
+
+APART = multiprocessing.get_context("forkserver")
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, x in one.items():
+        assert torch.equal(x, other[name]), name
+
+
+def train_apart(*arguments):
+    """In a process that can be killed."""
+    torch.set_num_threads(1)
+    train(*arguments, cpu=True)
+
+
+def train_and_die(config, folder, save):
+    """Killed inside the given save, when the file is written but not in its place."""
+    torch.set_num_threads(1)
+    original, saves = Path.replace, []
+
+    def replace(path, target):
+        if "step-" in str(target):
+            saves.append(target)
+            if len(saves) == save:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return original(path, target)
+
+    Path.replace = replace
+    train(config, folder, cpu=True)
+
+
+@pytest.mark.parametrize("position", ["fastrpb", "sinespe"])
+def test_killed_at_random_it_ends_as_if_it_never_was(small, tmp_path, position):
+    """Dropout, noise, the order of the data, the optimiser and the best weights: all go on."""
+    config = small(steps=60, save_every=7, eval_every=13, keep="best", position=position)
+    config = override(config, {"learning_rate": 1e-2, "realizations": 4})
+    whole = APART.Process(target=train_apart, args=(config, tmp_path / "whole"))
+    whole.start()
+    whole.join()
+    folder, moments, kills = tmp_path / "killed", random.Random(int(time.time())), 0
+    while kills < 5:
+        process = APART.Process(target=train_apart, args=(config, folder))
+        process.start()
+        process.join(moments.uniform(0.05, 0.5) if Run(folder).steps() else 0.05)
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        if process.exitcode == 0:  # too quick for this moment: once more from the beginning
+            for path in sorted(folder.rglob("*"), reverse=True):
+                path.unlink() if path.is_file() else path.rmdir()
+        kills += process.exitcode == -signal.SIGKILL
+    last = APART.Process(target=train_apart, args=(config, folder))
+    last.start()
+    last.join()
+    assert_same(weights(tmp_path / "whole"), weights(folder))
+    lines = [[x for x in Run(f).metrics() if "loss" not in x] for f in (tmp_path / "whole", folder)]
+    assert lines[0] == lines[1] != []
+
+
+@pytest.mark.parametrize("save", [1, 2, 4])
+def test_killed_while_it_saves(small, tmp_path, save):
+    config, folder = small(steps=30, save_every=10), tmp_path / "killed"
+    process = APART.Process(target=train_and_die, args=(config, folder, save))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert Run(folder).steps() == [10 * s for s in range(save - 1)][-2:]
+    assert list(folder.rglob("*.part"))
+    train(config, tmp_path / "whole", cpu=True)
+    train(config, folder, cpu=True)
+    assert_same(weights(tmp_path / "whole"), weights(folder))
+    assert not list(folder.rglob("*.part"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_names_the_resume_command(small, tmp_path, number):
+    config, folder = small(steps=40), tmp_path / "run"
+
+    def stop(progress):
+        if progress.step == 20:
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(Interruption, match=r"step 2\d of 40.*fastrpb train --resume") as stopped:
+        train(config, folder, cpu=True, on_progress=stop)
+    assert stopped.value.number == number
+    assert signal.getsignal(number) is not None
+    train(config, folder, cpu=True)
+    train(config, tmp_path / "whole", cpu=True)
+    assert_same(weights(tmp_path / "whole"), weights(folder))
+
+
+def test_a_signal_in_a_validation_loses_nothing(small, tmp_path):
+    config, folder = small(steps=20, eval_every=10, keep="best"), tmp_path / "run"
+    armed = [True]
+
+    def stop(progress):  # the report comes just before the validation
+        if progress.step == 10 and armed.pop():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interruption):
+        train(config, folder, cpu=True, on_progress=stop)
+    train(config, folder, cpu=True)
+    train(config, tmp_path / "whole", cpu=True)
+    steps = [
+        [x["step"] for x in Run(f).metrics() if "validation" in x]
+        for f in (folder, tmp_path / "whole")
+    ]
+    assert steps == [[10, 20], [10, 20]]
+    assert_same(weights(tmp_path / "whole"), weights(folder))
+
+
+def test_the_second_signal_ends_at_once(small, tmp_path):
+    def stop(progress):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(small(), tmp_path / "run", cpu=True, on_progress=stop)
+
+
+def test_no_signals_in_another_thread(small, tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(
+        target=train, args=(small(steps=2), tmp_path / "run"), kwargs={"cpu": True}
+    )
+    thread.start()
+    thread.join()
+    assert Run(tmp_path / "run").result()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_loss_that_is_no_number(small, tmp_path):
+    config = small(steps=200, learning_rate=1e30, warmup=0)
+    with pytest.raises(
+        DivergedError, match=r"the loss is (nan|inf) at step \d+; the state of step 0"
+    ):
+        train(config, tmp_path / "run", cpu=True)
+    _, model = load_run(tmp_path / "run")
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def fill(config, folder):
+    """The first saves fit, then the disk is full."""
+    torch.set_num_threads(1)
+    done = []
+
+    def full(progress):
+        if progress.step == 20:
+            size = max(p.stat().st_size for p in Path(folder, "checkpoints").iterdir())
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, resource.RLIM_INFINITY))
+            done.append(1)
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        train(config, folder, cpu=True, on_progress=full)
+    except ValueError as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        Path(f"{folder}.error").write_text(str(error))
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(small, tmp_path):
+    config, folder = small(steps=30, save_every=10), tmp_path / "run"
+    process = APART.Process(target=fill, args=(config, folder))
+    process.start()
+    process.join()
+    message = Path(f"{folder}.error").read_text()
+    assert message.startswith(f"cannot write to {folder}: ")
+    assert "the state of step 10 is safe" in message
+    assert f"fastrpb train --resume {folder}" in message
+    assert Run(folder).steps() == [0, 10]
+    train(config, folder, cpu=True)
+    train(config, tmp_path / "whole", cpu=True)
+    assert_same(weights(tmp_path / "whole"), weights(folder))
+
+
+def stop_at(step):
+    def stop(progress):
+        if progress.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return stop
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "other"])
+def test_a_damaged_checkpoint_is_one_sentence(small, tmp_path, damage):
+    config, folder = small(steps=40, save_every=10), tmp_path / "run"
+    with pytest.raises(Interruption):
+        train(config, folder, cpu=True, on_progress=stop_at(20))
+    older, newer = Run(folder).steps()
+    path = Run(folder).checkpoint(newer)
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    new = {"cut": content[:-7], "flip": content, "empty": b"", "other": b"x" * 500}[damage]
+    path.write_bytes(new)
+    with pytest.raises(ValueError, match=f"damaged .*; remove it to go on from step {older}"):
+        train(config, folder, cpu=True)
+    with pytest.raises(ValueError, match="damaged"):
+        load_run(folder)
+    path.unlink()
+    train(config, folder, cpu=True)
+
+
+def test_checkpoints_rotate_and_go_when_the_run_is_finished(small, tmp_path):
+    seen = []
+
+    def look(progress):
+        seen.append(Run(tmp_path / "run").steps())
+
+    train(small(steps=50, save_every=10), tmp_path / "run", cpu=True, on_progress=look)
+    assert seen == [[0], [0, 10], [10, 20], [20, 30], [30, 40]]
+    assert Run(tmp_path / "run").steps() == []
+
+
+def test_the_record(small, tmp_path):
+    config = small(steps=20)
+    record = train(config, tmp_path / "run", cpu=True)
+    assert json.loads((tmp_path / "run" / "result.json").read_text()) == json.loads(
+        json.dumps(record)
+    )
+    (line,) = (tmp_path / "results.jsonl").read_text().splitlines()
+    assert json.loads(line) == json.loads(json.dumps(record))
+    assert record["config"]["seed"] == 0
+    assert record["tokens_per_second"] == pytest.approx(20 * 8 * 64 / record["seconds"])
+    assert record["peak_memory_bytes"] > 50 * 2**20
+    assert record["versions"]["torch"] == torch.__version__
+    assert train(config, tmp_path / "run", cpu=True) == json.loads(line)  # not trained again
+    assert evaluate_run(tmp_path / "run", cpu=True)._asdict() == record["metrics"]["test"]
+    model = load_model(tmp_path / "run" / "model.safetensors")
+    assert record["parameters"] == sum(p.numel() for p in model.parameters())
+
+
+def test_metrics_against_counting_by_hand(small, tmp_path):
+    config = small(steps=60, learning_rate=1e-2)
+    record = train(config, tmp_path / "run", cpu=True)
+    _, model = load_run(tmp_path / "run")
+    test = load("digits").test
+    tokens = torch.stack([test[i][0][0] for i in range(len(test))])
+    guess = model(tokens).argmax(-1)
+    metrics = Metrics(**record["metrics"]["test"])
+    assert metrics.accuracy == pytest.approx((guess == test.labels).double().mean().item())
+    f1 = []
+    for c in range(10):
+        both = ((guess == c) & (test.labels == c)).sum()
+        f1.append(2 * both / ((guess == c).sum() + (test.labels == c).sum()))
+    assert metrics.f1 == pytest.approx(torch.stack(f1).mean().item(), abs=1e-6)
+    loss = torch.nn.functional.cross_entropy(model(tokens), test.labels)
+    assert metrics.loss == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_macro_f1_of_a_known_table():
+    assert _scores(torch.tensor([[2, 0, 0], [1, 1, 0], [0, 0, 0]])) == pytest.approx(
+        (0.75, 11 / 15)
+    )
+
+
+def test_it_learns(small, tmp_path):
+    config = small(steps=150, learning_rate=5e-3, batch_size=32, dim=32, pooling="mean")
+    assert train(config, tmp_path / "run", cpu=True)["metrics"]["test"]["accuracy"] > 0.6
+
+
+def test_the_best_weights_are_kept(small, tmp_path):
+    config = small(steps=60, eval_every=10, learning_rate=2e-2, schedule="constant", keep="best")
+    seen = {}
+    record = train(config, tmp_path / "a", cpu=True, on_validation=lambda s, m: seen.update({s: m}))
+    best = max(seen, key=lambda step: (seen[step].accuracy, -step))
+    assert record["weights_of_step"] == best
+    assert best < 60, "a run whose best is its last shows nothing"
+    shown = evaluate_run(tmp_path / "a", "validation", cpu=True)
+    assert shown == pytest.approx(seen[best])
+    assert (
+        train(override(config, {"keep": "last"}), tmp_path / "b", cpu=True)["weights_of_step"] == 60
+    )
+
+
+def test_accumulation_changes_nothing_but_rounding(small, tmp_path):
+    config = small(steps=10, dropout=0.0)
+    train(config, tmp_path / "one", cpu=True)
+    train(override(config, {"accumulate": 4}), tmp_path / "four", cpu=True)
+    one, four = weights(tmp_path / "one"), weights(tmp_path / "four")
+    for name, x in one.items():
+        torch.testing.assert_close(four[name], x, rtol=1e-3, atol=1e-5)
+
+
+def test_bf16(small, tmp_path):
+    config = small(steps=20, precision="bf16")
+    train(config, tmp_path / "bf16", cpu=True)
+    train(override(config, {"precision": "fp32"}), tmp_path / "fp32", cpu=True)
+    bf16, fp32 = weights(tmp_path / "bf16"), weights(tmp_path / "fp32")
+    assert {x.dtype for x in bf16.values()} == {torch.float32}
+    assert any(not torch.equal(bf16[name], x) for name, x in fp32.items())
+
+
+def test_clipping(small, tmp_path):
+    config = small(steps=5, clip=1e-12, eps=1.0)  # a tiny gradient against a large eps: no step
+    train(config, tmp_path / "still", cpu=True)
+    train(override(config, {"steps": 1}), tmp_path / "first", cpu=True)
+    for name, x in weights(tmp_path / "first").items():
+        torch.testing.assert_close(weights(tmp_path / "still")[name], x, rtol=0, atol=1e-10)
+
+
+def test_two_at_once_in_one_folder(small, tmp_path):
+    errors = []
+
+    def again(progress):
+        with (
+            pytest.raises(ValueError, match="another process is training in"),
+            Run(tmp_path / "run").locked(),
+        ):
+            pass
+        errors.append(1)
+
+    train(small(steps=10), tmp_path / "run", cpu=True, on_progress=again)
+    assert errors
+
+
+def test_another_config_is_refused_with_its_differences(small, tmp_path):
+    train(small(steps=2), tmp_path / "run", cpu=True)
+    with pytest.raises(ValueError, match="another config: seed 0 → 1; steps 2 → 3"):
+        train(small(steps=3, seed=1), tmp_path / "run", cpu=True)
+
+
+def test_a_folder_of_something_else(small, tmp_path):
+    (tmp_path / "photo.jpg").write_text("")
+    with pytest.raises(ValueError, match="has files but no run"):
+        train(small(steps=2), tmp_path, cpu=True)
+    assert [p.name for p in tmp_path.iterdir() if p.name != "lock"] == ["photo.jpg"]
+
+
+def test_missing_data_leave_no_folder(tmp_path):
+    config = override(preset("text"), {"steps": 1})
+    with pytest.raises(ValueError, match="there is no folder"):
+        train(config, tmp_path / "run", data_dir=tmp_path / "none", cpu=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_tensorboard_and_unknown_logs(small, tmp_path):
+    config, folder = small(steps=40), tmp_path / "run"
+    with pytest.raises(Interruption):
+        train(config, folder, cpu=True, trackers=["tensorboard"], on_progress=stop_at(20))
+    train(config, folder, cpu=True, trackers=["tensorboard"])
+    (events,) = (folder / "tensorboard").iterdir()
+    reader = EventAccumulator(str(events)).Reload()
+    steps = [x.step for x in reader.Scalars("train/loss")]
+    assert steps == sorted({*steps})
+    assert {10, 20, 30, 40} <= {*steps}
+    with pytest.raises(ValueError, match="unknown tracker='tensorbord'; did you mean tensorboard"):
+        train(config, tmp_path / "other", cpu=True, trackers=["tensorbord"])
+    with pytest.raises(ValueError, match="needs the package wandb"):
+        train(config, tmp_path / "other", cpu=True, trackers=["wandb"])
+
+
+def test_predictions_of_an_image(small, tmp_path):
+    train(small(steps=2), tmp_path / "run", cpu=True)
+    tokens = load("digits").test[0][0][0]
+    image = Image.frombytes("L", (8, 8), bytes((tokens.float() * 255 / 16).round().byte().tolist()))
+    image.save(tmp_path / "digit.png")
+    found = predict(tmp_path / "run", [str(tmp_path / "digit.png")])
+    _, model = load_run(tmp_path / "run")
+    expected = model(tokens.unsqueeze(0)).softmax(-1).squeeze(0)
+    assert [name for name, _ in found] == [str(i.item()) for i in expected.argsort(descending=True)]
+    assert sum(p for _, p in found) == pytest.approx(1)
+    with pytest.raises(ValueError, match="digits takes 1 inputs, got 2"):
+        predict(tmp_path / "run", ["a.png", "b.png"])
+
+
+def test_pairs_of_documents(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTRPB_CACHE", str(tmp_path / "cache"))
+    write_papers(tmp_path / "aan")
+    values = {"steps": 2, "layers": 1, "dim": 16, "mlp_dim": 16, "batch_size": 2, "max_length": 50}
+    config = override(preset("retrieval"), values)
+    train(config, tmp_path / "run", data_dir=tmp_path / "aan", cpu=True)
+    assert len(predict(tmp_path / "run", ["one paper", "another"])) == 2

@@ -1,0 +1,247 @@
+"""The commands that train, as a user gives them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fastrpb import cli
+from fastrpb.config import load_config
+from fastrpb.run import Run, read_lines
+
+SMALL = (
+    *("--layers", "1", "--dim", "16", "--heads", "2", "--mlp-dim", "16", "--batch-size", "8"),
+    *("--dropout", "0", "--cpu"),
+)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """The command in this process and an empty folder: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # main's handler must not stay
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["fastrpb", *map(str, arguments)])
+        with pytest.raises(SystemExit) as done:
+            cli.main()
+        return done.value.code or 0, *capsys.readouterr()
+
+    return call
+
+
+def start(*arguments, launcher=(), cwd, env=()):
+    command = [sys.executable, *(launcher or ("-m",)), "fastrpb", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "300", **dict(env)}
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_train_evaluate_resume_and_config(run, tmp_path):
+    code, out, _ = run("train", "digits", *SMALL, "--steps", 20, "--seed", 3, "--tracker", "none")
+    assert code == 0
+    (folder,) = (tmp_path / "runs").glob("digits-sikf-fastrpb-s3-*")
+    assert re.search(r"test accuracy \d+\.\d\d%, macro F1 .* tokens/s, .* MiB at the peak", out)
+    assert "step 20/20" in out
+    config = load_config(folder)
+    assert (config.seed, config.steps, config.model.layers) == (3, 20, 1)
+    accuracy = Run(folder).result()["metrics"]["test"]["accuracy"]
+
+    code, out, _ = run("evaluate", folder, "--cpu")
+    assert code == 0
+    assert f"accuracy {accuracy:.2%}" in out
+
+    code, out, _ = run("train", "--resume", folder, "--cpu")  # finished: shown again
+    assert code == 0
+    assert f"test accuracy {accuracy:.2%}" in out
+
+    code, _, error = run("train", "digits", *SMALL, "--steps", 20, "--seed", 3)
+    assert code == 2
+    assert "has a run already; go on with: fastrpb train --resume" in error
+
+    code, _, error = run("train", "--resume", folder, "--learning-rate", 1, "--layers", 2)
+    assert code == 2
+    assert "layers 1 → 2; learning_rate 0.002 → 1.0" in error
+
+    # Given back, a config makes the same run.
+    assert run("train", "--config", folder, "--out", "again", "--cpu", "--tracker", "none")[0] == 0
+    one, other = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "again"))
+    assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train"], "give one of TASK, --config FILE and, to go on with a run, --resume RUN"),
+        (["train", "digits", "--config", "x"], "give one of TASK"),
+        (["train", "digts"], "unknown task 'digts'; did you mean digits?"),
+        (["train", "digits", "--postion", "none"], "--position"),
+        (["train", "digits", "--features", "sikv"], "'sikv' is not one of 'sikf'"),
+        (["train", "digits", "--position", "rpe"], "linear attention never forms"),
+        (["train", "text", "--position", "fastrpb2d"], "needs image=(height, width)"),
+        (["train", "digits", "--max-length", "9"], "digits always has 64 pixels"),
+        (["train", "digits", "--accumulate", "5"], "does not part into accumulate=5"),
+        (["train", "digits", "--steps", "0"], "steps=0 must be at least 1"),
+        (["train", "text", "--data-dir", "nowhere"], "there is no folder nowhere"),
+        (["train", "--config", "none.json"], "cannot read the config none.json"),
+        (["train", "--resume", "nowhere"], "nowhere is no run"),
+        (["train", "digits", "--tracker", "wandb"], "needs the package wandb"),
+        (["evaluate", "nowhere"], "nowhere is no run"),
+        (["predict", "nowhere", "x"], "nowhere is no run"),
+        (["compare", "digits", "--features", "sikv"], "features='sikv'; did you mean sikf?"),
+        (["compare", "digits", "--position", "fastrbp"], "did you mean fastrpb"),
+        (["compare", "digits", "--seeds", "0;1"], "--seeds takes whole numbers"),
+        (["compare", "digits", "--features", "sikf", "--position", "rpe"], "never forms"),
+        (["compare", "digits", "--jobs", "0"], "'--jobs'"),
+        (["sweep", "digits", "--low", "1", "--high", "0.1"], "low=1 and high=0.1"),
+        (["sweep"], "give one of TASK"),
+    ],
+)
+def test_bad_input_is_one_sentence(run, tmp_path, arguments, message):
+    code, _, error = run(*arguments)
+    assert code == 2
+    assert message in " ".join(error.split())
+    assert "Traceback" not in error
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "sweep", "evaluate", "predict", "demo"])
+def test_help_has_examples(run, command):
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert re.search(rf"Example.*fastrpb {command}", out, re.DOTALL)
+
+
+def test_terminated_it_names_the_command_that_goes_on(tmp_path):
+    arguments = ["train", "digits", *SMALL, "--steps", 100_000, "--save-every", 50, "--out", "run"]
+    process = start(*arguments, cwd=tmp_path)
+    while not Run(tmp_path / "run").steps()[1:]:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert re.search(r"stopped at step \d+ of 100000, and saved; .* --resume run\n", error)
+    step = int(re.search(r"step (\d+)", error).group(1))
+    assert Run(tmp_path / "run").steps()[-1] == step
+
+
+TWO = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
+
+
+def test_two_processes_train_as_one_does(run, tmp_path):
+    """The same global batch: the same weights, but for the order in which gradients are summed."""
+    values = [*SMALL, "--steps", 60, "--eval-every", 25, "--keep", "best", "--save-every", 20]
+    values = ["train", "digits", *values, "--learning-rate", "1e-2", "--tracker", "none"]
+    assert run(*values, "--out", "one")[0] == 0
+    process = start(*values, "--out", "two", launcher=TWO, cwd=tmp_path)
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+    assert out.count("test accuracy") == 1  # said once
+    one, two = (Run(tmp_path / name) for name in ("one", "two"))
+    assert two.result()["processes"] == 2
+    assert one.result()["weights_of_step"] == two.result()["weights_of_step"]
+    mine, its = load_file(one.model_file), load_file(two.model_file)
+    for name, x in mine.items():
+        torch.testing.assert_close(its[name], x, rtol=1e-3, atol=1e-5)
+    assert one.result()["metrics"]["test"] == pytest.approx(
+        two.result()["metrics"]["test"], rel=1e-4
+    )
+
+
+def test_two_processes_killed_go_on_as_two_or_as_one(run, tmp_path):
+    values = ["train", "digits", *SMALL, "--steps", 1000, "--eval-every", 500, "--save-every", 10]
+    values += ["--tracker", "none", "--keep", "best", "--out", "run"]
+    process = start(*values, launcher=TWO, cwd=tmp_path)
+    while not Run(tmp_path / "run").steps()[1:]:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)  # to the launcher, which hands it on
+    _, error = process.communicate(timeout=60)
+    step = Run(tmp_path / "run").steps()[-1]
+    assert f"stopped at step {step} of 1000, and saved" in error
+    resume = start("train", "--resume", "run", "--cpu", launcher=TWO, cwd=tmp_path)
+    while Run(tmp_path / "run").steps()[-1] <= step:
+        assert resume.poll() is None, resume.communicate()
+        time.sleep(0.05)
+    resume.send_signal(signal.SIGTERM)
+    resume.communicate(timeout=60)
+    last = Run(tmp_path / "run").steps()[-1]
+    assert last > step
+    code, out, _ = run("train", "--resume", "run", "--cpu")
+    assert code == 0
+    assert "step 1000/1000" in out
+
+
+def test_compare_prints_skips_and_appends(run, tmp_path):
+    arguments = ["compare", "digits", *SMALL, "--steps", 5, "--seeds", "0,1"]
+    arguments += ["--features", "softmax,sikf", "--position", "none,rpe", "--jobs", 2]
+    code, out, error = run(*arguments)
+    assert (code, error) == (0, "")
+    records = list(read_lines(tmp_path / "runs" / "results.jsonl"))
+    assert len(records) == 6  # RPE on linear attention cannot be
+    row = next(line for line in out.splitlines() if "Linear, SIKF" in line)
+    accuracies = [
+        100 * r["metrics"]["test"]["accuracy"]
+        for r in records
+        if r["config"]["model"]["attention"] == "linear"
+    ]
+    assert f"{sum(accuracies) / 2:.2f} ± " in row
+    assert "N/A" in row
+    code, out, _ = run(*arguments)
+    assert code == 0
+    assert "6 of 6 runs are finished already" in out
+    assert len(list(read_lines(tmp_path / "runs" / "results.jsonl"))) == 6
+
+
+def test_the_runs_end_when_the_grid_is_killed(tmp_path):
+    arguments = ["compare", "digits", *SMALL, "--steps", 10**7, "--features", "sikf"]
+    process = start(*arguments, "--position", "none", "--seeds", 0, cwd=tmp_path)
+    while not list(tmp_path.glob("runs/*/metrics.jsonl")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    (folder,) = (path.parent for path in tmp_path.glob("runs/*/config.json"))
+    deadline = time.monotonic() + 30
+    while len(Run(folder).steps()) < 2:  # saved by the run when it notices
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_sweep_goes_on_and_gives_a_config(run, tmp_path):
+    arguments = ["sweep", "digits", *SMALL, "--steps", 10, "--eval-every", 5, "--out", "study"]
+    code, out, _ = run(*arguments, "--trials", 2)
+    assert code == 0
+    rate = float(re.search(r"best learning rate (\S+);", out).group(1))
+    best = load_config(tmp_path / "study" / "best.json")
+    assert best.learning_rate == pytest.approx(rate, rel=1e-2)
+    assert len(list((tmp_path / "study").glob("rate-*"))) == 2
+    assert run(*arguments, "--trials", 3)[0] == 0
+    assert len(list((tmp_path / "study").glob("rate-*"))) == 3
+    code, _, error = run(*arguments, "--trials", 4, "--seed", 1)
+    assert code == 2
+    assert "searches another config: seed 0 → 1" in error
+
+
+def test_a_predicted_expression_from_the_standard_input(run, tmp_path, monkeypatch):
+    from samples import write_listops  # noqa: PLC0415
+
+    monkeypatch.setenv("FASTRPB_CACHE", str(tmp_path / "cache"))
+    write_listops(tmp_path / "listops")
+    values = ["--steps", 1, "--batch-size", 1, "--out", "run", "--tracker", "none"]
+    assert run("train", "listops", *SMALL, *values, "--data-dir", tmp_path / "listops")[0] == 0
+    code, out, _ = run("predict", "run", "[MAX 4 [MIN 2 3 ] ]")
+    assert code == 0
+    assert re.fullmatch(r"( *\d+\.\d\d%  \d\n){5}", out)
+    code, _, error = run("predict", "run", "[MAX 4 [MIN 2 3 ]")
+    assert code == 2
+    assert "the brackets do not close" in error
