@@ -4,6 +4,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+
+import fastrpb.data
+from fastrpb.data import TASKS, DataError, load, sources, task
+from fastrpb.data.images import luminance
 from samples import (
     LISTOPS,
     PAIRS,
@@ -21,10 +25,6 @@ from samples import (
     write_reviews,
     write_tar,
 )
-
-import fastrpb.data
-from fastrpb.data import TASKS, DataError, load, sources, task
-from fastrpb.data.images import luminance
 
 
 def contents(dataset, split):
@@ -241,7 +241,7 @@ def test_the_facts_of_all_tasks_agree():
 def test_unknown_task_suggests_the_nearest():
     with pytest.raises(DataError, match="unknown task 'mnits'; did you mean mnist"):
         load("mnits")
-    with pytest.raises(DataError, match="there are digits, mnist, cifar10"):
+    with pytest.raises(DataError, match="choose from digits, mnist, cifar10"):
         load("xyz")
 
 
