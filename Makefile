@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run test lint format fuzz bench bench-model clean
+.PHONY: help run test test-browser lint format fuzz bench bench-model clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -16,11 +16,14 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-run: $(READY)  ## Set up and show the core on an example
-	$(BIN)/python -m fastrpb
+run: $(READY)  ## Set up, train on the shipped digits without and with FastRPB, and compare
+	$(BIN)/fastrpb demo
 
 test: $(READY)  ## Set up and run the whole suite
 	$(BIN)/pytest
+
+test-browser: $(READY)  ## Look at the report in headless Chromium (Debian's package chromium)
+	$(BIN)/pytest -m browser
 
 lint: $(READY)  ## Check style and types
 	$(BIN)/ruff check .

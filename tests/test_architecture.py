@@ -21,7 +21,7 @@ CORE = [
     "model",
     "nn",
 ]
-TOOLS = ["bench", "data", "config", "run", "train", "compare", "sweep", "report", "show"]
+TOOLS = ["data", "config", "bench", "run", "train", "compare", "sweep", "figures", "report", "show"]
 ORDER = [*CORE, "__init__", *TOOLS, "hf", "onnx", "cli", "__main__"]
 
 

@@ -26,7 +26,8 @@ from fastrpb.model import ModelConfig
 
 # Commands import what they need, so that the others start quickly and without its packages.
 # ruff: noqa: PLC0415
-EXTRAS = {"accelerate": "train", "filelock": "train", "optuna": "sweep", "safetensors": "model"}
+EXTRAS = {"accelerate": "train", "filelock": "train", "safetensors": "model"}
+EXTRAS |= {"matplotlib": "report", "optuna": "sweep"}
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
@@ -100,8 +101,8 @@ def demo(
     from fastrpb.report import write_report
 
     configs = grid("digits", ["sikf"], ["none", "fastrpb", "fastrpb2d"], [0, 1, 2], {})
-    records = _compare(configs, out, "accuracy", jobs=min(2, os.cpu_count() or 1), cpu=True)
-    print(f"a report is in {write_report(records, out)}")
+    _compare(configs, out, "accuracy", jobs=min(2, os.cpu_count() or 1), cpu=True)
+    print(f"look at {write_report([out], out / 'report', pixel=(4, 3))}")
 
 
 @app.command()
@@ -371,6 +372,34 @@ def predict(
 
 
 @app.command()
+def report(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Folders of runs, or that hold runs. Default: runs.")
+    ] = None,
+    *,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("report"),
+    pixel: Annotated[str, typer.Option(help="Row,column in the pictures of images.")] = "12,10",
+    bench: Annotated[
+        Path | None, typer.Option(help="A file of `fastrpb bench model`, for time and memory.")
+    ] = None,
+) -> None:
+    """Write a page to look at: tables, training curves, the learned weights; and figures.
+
+    Examples:
+    - `fastrpb report`: all of runs/
+    - `fastrpb report runs/mnist-sikf-fastrpb2d-s0 --pixel 12,10 --out report/mnist`
+    - `fastrpb report --bench results/model.json`
+    """
+    from fastrpb.report import write_report
+
+    numbers = [_whole_number("pixel", word) for word in pixel.split(",")]
+    if len(numbers) != 2:
+        raise ValueError(f"--pixel takes a row and a column, as 12,10; got {pixel!r}")
+    page = write_report(runs or [Path("runs")], out, pixel=(numbers[0], numbers[1]), bench=bench)
+    print(f"look at {page}")
+
+
+@app.command()
 def bench(what: Annotated[str, typer.Argument(help="cpu: the core; model: layers.")]) -> None:
     """Measure speed and memory here, print tables, write results/WHAT.json.
 
@@ -429,7 +458,7 @@ def _compare(
     configs: Sequence[RunConfig], folder: Path, metric: str, **options: Any
 ) -> list[dict[str, Any]]:
     """Run a grid, show it going on and its table at the end."""
-    from fastrpb.compare import cells, finished
+    from fastrpb.compare import cells, finished, on_test
     from fastrpb.compare import compare as run_grid
 
     before = finished(configs, folder)
@@ -452,7 +481,7 @@ def _compare(
         except KeyboardInterrupt:
             _complain("stopped, and saved; the same command goes on")
             sys.exit(130)
-    show_cells(cells(records, metric), f"{configs[0].task}: test {metric}, %")
+    show_cells(cells(records, on_test(metric)), f"{configs[0].task}: test {metric}, %")
     print(f"{len(records)} of {len(configs)} runs are finished; their records are in {folder}")
     if failed:
         raise ValueError(f"{len(failed)} of {len(configs)} runs gave no result, see above")

@@ -129,14 +129,21 @@ class Cell(NamedTuple):
         return f"{self.mean:.2f}" if self.runs < 2 else f"{self.mean:.2f} ± {self.std:.2f}"
 
 
-def cells(records: Sequence[dict[str, Any]], metric: str) -> dict[tuple[str, str], Cell]:
-    """Mean and standard deviation in per cent of a metric on test, for each (row, column)."""
+Cells = dict[tuple[str, str], Cell]  # by row and column, as `ROWS` and `COLUMNS` have them
+
+
+def on_test(metric: str) -> Callable[[dict[str, Any]], float]:
+    """A metric of a record, in per cent."""
+    return lambda record: 100 * record["metrics"]["test"][metric]
+
+
+def cells(records: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> Cells:
+    """Mean and standard deviation of a value of the records, for each row and column."""
     values: dict[tuple[str, str], list[float]] = {}
     for record in records:
         model = record["config"]["model"]
-        name = "softmax" if model["attention"] == "softmax" else model["features"]
-        cell = values.setdefault((name, model["position"]), [])
-        cell.append(100 * record["metrics"]["test"][metric])
+        row = "softmax" if model["attention"] == "softmax" else model["features"]
+        values.setdefault((row, model["position"]), []).append(value(record))
     return {
         key: Cell(statistics.mean(x), statistics.stdev(x) if len(x) > 1 else 0.0, len(x))
         for key, x in values.items()

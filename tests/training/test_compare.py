@@ -3,8 +3,11 @@ import threading
 
 import pytest
 
+from apart import APART  # noqa: F401, its processes start the grid's too
 from fastrpb.compare import Cell, cells, compare, finished, grid
 from fastrpb.run import Run, append_result, read_lines
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_mean_and_standard_deviation_over_the_seeds():

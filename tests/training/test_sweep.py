@@ -1,14 +1,17 @@
-import multiprocessing
 import os
 import signal
 
-import optuna
 import pytest
-from optuna.trial import TrialState
 
+from apart import APART
 from fastrpb.run import Run
-from fastrpb.sweep import _open, sweep
 from fastrpb.train import Interruption
+
+optuna = pytest.importorskip("optuna")
+from fastrpb.sweep import _open, sweep  # noqa: E402
+
+TrialState = optuna.trial.TrialState
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_an_interrupted_trial_goes_on(small, tmp_path):
@@ -40,7 +43,7 @@ def die(config, folder):
 
 def test_a_killed_trial_goes_on(small, tmp_path):
     config = small(steps=30, save_every=10)
-    process = multiprocessing.get_context("forkserver").Process(target=die, args=(config, tmp_path))
+    process = APART.Process(target=die, args=(config, tmp_path))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
@@ -64,10 +67,7 @@ def test_diverging_rates_are_cut_short_and_the_best_is_of_validation(small, tmp_
 
 def test_two_workers_share_a_study(small, tmp_path):
     config = small(steps=10)
-    workers = [
-        multiprocessing.get_context("forkserver").Process(target=work, args=(config, tmp_path))
-        for _ in range(2)
-    ]
+    workers = [APART.Process(target=work, args=(config, tmp_path)) for _ in range(2)]
     for worker in workers:
         worker.start()
     for worker in workers:

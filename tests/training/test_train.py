@@ -1,5 +1,4 @@
 import json
-import multiprocessing
 import os
 import random
 import resource
@@ -14,6 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from apart import APART
 from fastrpb import load_model
 from fastrpb.config import override, preset
 from fastrpb.data import load
@@ -30,7 +30,7 @@ from fastrpb.train import (
 )
 from samples import write_papers
 
-APART = multiprocessing.get_context("forkserver")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def weights(folder):

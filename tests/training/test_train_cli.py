@@ -17,8 +17,11 @@ from fastrpb.run import Run, read_lines
 
 SMALL = (
     *("--layers", "1", "--dim", "16", "--heads", "2", "--mlp-dim", "16", "--batch-size", "8"),
-    *("--dropout", "0", "--cpu"),
+    *("--filters", "2", "--pooling", "cls", "--absolute", "learned", "--cpu"),
 )
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -69,7 +72,7 @@ def test_train_evaluate_resume_and_config(run, tmp_path):
 
     code, _, error = run("train", "--resume", folder, "--learning-rate", 1, "--layers", 2)
     assert code == 2
-    assert "layers 1 → 2; learning_rate 0.002 → 1.0" in error
+    assert "layers 1 → 2; learning_rate 0.004 → 1.0" in error
 
     # Given back, a config makes the same run.
     assert run("train", "--config", folder, "--out", "again", "--cpu", "--tracker", "none")[0] == 0
@@ -218,6 +221,7 @@ def test_the_runs_end_when_the_grid_is_killed(tmp_path):
 
 
 def test_sweep_goes_on_and_gives_a_config(run, tmp_path):
+    pytest.importorskip("optuna")
     arguments = ["sweep", "digits", *SMALL, "--steps", 10, "--eval-every", 5, "--out", "study"]
     code, out, _ = run(*arguments, "--trials", 2)
     assert code == 0

@@ -1,0 +1,131 @@
+"""How things are measured: times that take turns, memory in a process of its own, growth."""
+
+import math
+import multiprocessing
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Run = Callable[[], object]
+Row = dict[str, object]
+Rows = list[Row]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def medians(runs: dict[str, Run], repeats: int = 9) -> dict[str, float]:
+    """Median seconds of each run, the runs taking turns."""
+    for run in runs.values():
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            _wait()
+            start = time.perf_counter()
+            run()
+            _wait()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(s) for name, s in seconds.items()}
+
+
+def _wait() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def apart(function: Callable, *args: object) -> Any:
+    """`function(*args)` in a fresh process: what ran before leaves no memory behind."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fastrpb.bench"])
+    # Not a Pool: that one waits forever for a process that ran out of memory.
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(function, *args).result()
+
+
+def peak_of(run: Run, device: str = "cpu") -> int:
+    """Measured peak of memory during `run`, above what there was before it.
+
+    On CUDA that of the allocator, on the CPU that of the process (Linux).
+    """
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _status("VmRSS")
+    run()
+    return _status("VmHWM") - before
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
+
+
+def against_length(
+    cost: Callable[[Any, int, bool], tuple[float, int]],
+    what: object,
+    lengths: list[int],
+    patience: float = 3.2,
+) -> Rows:
+    """Time and peak memory against the length, as far as a run takes under `patience` seconds.
+
+    `cost(what, n, backward)` gives seconds and bytes; each call has a process of its own.
+    """
+    rows: Rows = []
+    for n in lengths:
+        row: Row = {"length": n}
+        for name, backward in (("forward", False), ("forward+backward", True)):
+            if rows and _expected(rows, f"{name} ms", n) > 1e3 * patience:
+                return rows
+            seconds, peak = apart(cost, what, n, backward)
+            row |= {f"{name} ms": 1e3 * seconds, f"{name} MB": peak / 1e6}
+        rows.append(row)
+    return rows
+
+
+def _expected(rows: Rows, name: str, n: int) -> float:
+    """Milliseconds that a length would take if they grew by four for twice the length."""
+    last = rows[-1]
+    return last[name] * (n / last["length"]) ** 2  # pyright: ignore[reportOperatorIssue]
+
+
+def growth(rows: Rows, name: str) -> float | str:
+    """The exponent a of time ∝ N^a over the last three lengths, by least squares."""
+    points = [(math.log(r["length"]), math.log(r[name])) for r in rows[-3:]]  # pyright: ignore[reportArgumentType]
+    return statistics.linear_regression(*zip(*points, strict=True)).slope if points[1:] else "-"
+
+
+def machine(name: str) -> dict[str, object]:
+    """What the numbers were measured on and with."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].split(":")[1].strip() if names else cpu
+    gpu = {"gpu": torch.cuda.get_device_name()} if DEVICE == "cuda" else {}
+    return {
+        **gpu,
+        "cpu": cpu,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "command": f"fastrpb bench {name}",
+    }
+
+
+def table(rows: Rows) -> str:
+    """Rows as a Markdown table."""
+    lines = [list(rows[0]), ["---"] * len(rows[0])]
+    for row in rows:
+        lines.append([f"{x:.2f}" if isinstance(x, float) else str(x) for x in row.values()])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,199 @@
+"""The paper's figures from real runs: weights, slices over an image, curves, scaling.
+
+Colours can be told apart by colour-blind people (Okabe and Ito; red to blue over white for
+weights, white at zero), and lines differ in their marks too.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import cycle
+from typing import Any
+
+import matplotlib as mpl
+import torch
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from fastrpb.bias import FastRPB, FastRPB2d
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
+MARKS = ("o", "s", "^", "D", "v", "P", "X")
+WEIGHTS_MAP = "RdBu_r"
+_LIGHT = {"text": "#1f2328", "grid": "#d0d7de"}
+_DARK = {"text": "#e6edf3", "grid": "#3d444d"}
+
+
+@contextmanager
+def style(dark: bool = False) -> Iterator[None]:
+    """Letters and axes for a light or a dark page, without a ground of their own."""
+    colours = _DARK if dark else _LIGHT
+    names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    settings: Any = dict.fromkeys(names, colours["text"])
+    settings |= {
+        "axes.facecolor": "none",
+        "figure.facecolor": "none",
+        "savefig.facecolor": "none",
+        "legend.facecolor": "none",
+        "legend.frameon": False,
+        "grid.color": colours["grid"],
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "svg.hashsalt": "fastrpb",  # the same bytes for the same figure
+        "font.size": 9,
+    }
+    with mpl.rc_context(settings):
+        yield
+
+
+def biases(model: nn.Module) -> list[FastRPB | FastRPB2d]:
+    """The biases of a model, one a layer."""
+    return [part for part in model.modules() if isinstance(part, FastRPB | FastRPB2d)]
+
+
+def weights_of(bias: FastRPB | FastRPB2d) -> Tensor:
+    """w by distance: (heads, 2N-1) in one dimension, (heads, 2H-1, 2W-1) over an image.
+
+    >>> weights_of(FastRPB2d(2, 3, 5)).shape
+    torch.Size([2, 5, 9])
+    """
+    if isinstance(bias, FastRPB):
+        return bias.weights(bias.max_length).detach().float().cpu()
+    w = bias.w.detach().float().cpu()
+    if bias.kind == "full":
+        return w
+    middle = w.shape[-1] // 2
+    rows = w[:, middle - bias.height + 1 : middle + bias.height]
+    columns = w[:, middle - bias.width + 1 : middle + bias.width]
+    return rows.unsqueeze(-1) + columns.unsqueeze(-2)
+
+
+def slice_of(weights: Tensor, image: tuple[int, int], pixel: tuple[int, int]) -> Tensor:
+    """W[:, pixel] as an image (heads, H, W): what each pixel is given of the one at (row, column).
+
+    >>> w = torch.arange(-3.0, 4).unsqueeze(0)  # w_d = d over 2×2 pixels: pixel minus the reader
+    >>> slice_of(w, (2, 2), (1, 0))
+    tensor([[[ 2.,  1.],
+             [ 0., -1.]]])
+    """
+    (height, width), (row, column) = image, pixel
+    if not (0 <= row < height and 0 <= column < width):
+        raise ValueError(
+            f"pixel {row},{column} is outside the image: rows 0 to {height - 1}, "
+            f"columns 0 to {width - 1}"
+        )
+    if weights.dim() == 2:
+        place, middle = row * width + column, weights.shape[-1] // 2
+        distances = place - torch.arange(height * width)
+        return weights[:, middle + distances].unflatten(-1, image)
+    dy, dx = row - torch.arange(height), column - torch.arange(width)
+    return weights[:, height - 1 + dy][:, :, width - 1 + dx]
+
+
+def weights_figure(layers: Sequence[Tensor]) -> Figure:
+    """Figure 1: w against the distance, a strip for each head (colour), a panel for each layer."""
+    figure = Figure(figsize=(7, 0.6 + 1.1 * len(layers)), layout="constrained")
+    axes = figure.subplots(len(layers), squeeze=False)[:, 0]
+    for number, (ax, w) in enumerate(zip(axes, layers, strict=True), 1):
+        reach = w.shape[-1] // 2
+        box = (-reach - 0.5, reach + 0.5, len(w) - 0.5, -0.5)
+        _heat(figure, ax, w, extent=box, aspect="auto", interpolation="nearest")
+        ax.set_ylabel(f"layer {number}\nhead")
+        ax.set_yticks(_ends(len(w)))
+    axes[-1].set_xlabel("distance m - n from the reading token to the read one, in tokens")
+    return figure
+
+
+def slice_figure(
+    layers: Sequence[Tensor], image: tuple[int, int], pixel: tuple[int, int], heads: int = 8
+) -> Figure:
+    """Figure 2: the bias that a pixel (crossed) gives to every other, by layer and head."""
+    heads = min(heads, len(layers[0]))
+    size = (1.1 * heads + 0.9, 1.15 * len(layers) + 0.5)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(len(layers), heads, squeeze=False)
+    for number, (line, w) in enumerate(zip(axes, layers, strict=True), 1):
+        pictures = slice_of(w, image, pixel)[:heads]
+        limit = float(pictures.abs().max()) or 1.0
+        colours = ScalarMappable(Normalize(-limit, limit), WEIGHTS_MAP)
+        for head, (ax, picture) in enumerate(zip(line, pictures, strict=True)):
+            ax.imshow(picture.numpy(), cmap=colours.cmap, norm=colours.norm)
+            ax.plot(pixel[1], pixel[0], "x", color="black", markersize=4)
+            ax.set_xticks([])
+            ax.set_yticks([])
+            if number == 1:
+                ax.set_title(f"head {head}")
+        line[0].set_ylabel(f"layer {number}")
+        figure.colorbar(colours, ax=list(line), shrink=0.8, label="w")
+    figure.suptitle(f"bias given by pixel ({pixel[0]}, {pixel[1]})")
+    return figure
+
+
+def curves_figure(runs: Sequence[tuple[str, list[dict[str, Any]]]]) -> Figure:
+    """Loss of training and accuracy of validation against the step, a line for each run.
+
+    Runs of the same name, which differ in their seeds, share a look.
+    """
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    looks = dict(zip(dict.fromkeys(name for name, _ in runs), _looks(), strict=False))
+    for number, (name, lines) in enumerate(runs):
+        train = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+        valid = [
+            (line["step"], 100 * line["validation"]["accuracy"])
+            for line in lines
+            if "validation" in line
+        ]
+        first = name not in [name for name, _ in runs[:number]]
+        for ax, points in ((left, train), (right, valid)):
+            steps, values = [p[0] for p in points], [p[1] for p in points]
+            look = {"color": looks[name][0], "marker": looks[name][1], "markersize": 4}
+            look |= {"markevery": max(1, len(points) // 8), "linewidth": 1.0}
+            ax.plot(steps, values, label=name if first else None, **look)
+    left.set(xlabel="step", ylabel="training loss (cross-entropy)", yscale="log")
+    right.set(xlabel="step", ylabel="validation accuracy, %")
+    for ax in (left, right):
+        ax.grid(alpha=0.5)
+    right.legend(fontsize=7)
+    return figure
+
+
+def scaling_figure(curves: dict[str, dict[int, tuple[float, float]]], machine: str) -> Figure:
+    """Figure 3: evaluation time and peak memory against the number of tokens, on log scales."""
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    looks = dict(
+        zip(dict.fromkeys(name.split(" + ")[0] for name in curves), _looks(), strict=False)
+    )
+    for name, points in curves.items():
+        colour, mark = looks[name.split(" + ")[0]]
+        line = "--" if " + " in name else "-"
+        for ax, which in ((left, 0), (right, 1)):
+            values = [point[which] for point in points.values()]
+            ax.plot(list(points), values, line, color=colour, marker=mark, markersize=4, label=name)
+    left.set(ylabel="evaluation time, ms")
+    right.set(ylabel="peak memory, MB")
+    for ax in (left, right):
+        ax.set(xlabel="tokens (pixels)", xscale="log", yscale="log")
+        ax.grid(alpha=0.5, which="both")
+    right.legend(fontsize=7)
+    figure.suptitle(machine, fontsize=8)
+    return figure
+
+
+def _heat(figure: Figure, ax: Axes, w: Tensor, **options: Any) -> None:
+    # A few large weights near zero must not make the others invisible.
+    limit = float(w.abs().flatten().quantile(0.995)) if w.numel() < 2**24 else float(w.abs().max())
+    limit = limit or 1.0
+    shown = ax.imshow(w.numpy(), cmap=WEIGHTS_MAP, vmin=-limit, vmax=limit, **options)
+    figure.colorbar(shown, ax=ax, label="w", extend="both", pad=0.01)
+
+
+def _ends(count: int) -> list[int]:
+    return [0] if count == 1 else [0, count - 1]
+
+
+def _looks() -> Iterator[tuple[str, str]]:
+    return cycle(zip(COLOURS, MARKS, strict=True))

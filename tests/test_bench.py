@@ -1,0 +1,88 @@
+"""What the benchmarks compute from their measurements; the measurements themselves are results/."""
+
+import json
+
+import pytest
+import torch
+
+from fastrpb.bench import bench
+from fastrpb.bench.cpu import OPERATIONS, operation_cost
+from fastrpb.bench.measure import against_length, growth, medians, peak_of, table
+from fastrpb.bench.model import _crossings, _name, _pairs, layer_cost
+from fastrpb.report import _bench_curves
+
+FULL = "forward+backward ms"
+
+
+def quadratic(scale, n, backward):
+    return scale * (1 + backward) * n**2, 10 * n
+
+
+def test_costs_against_the_length_stop_where_patience_ends():
+    rows = against_length(quadratic, 1e-6, [100, 200, 400, 800, 1600], patience=1.0)
+    assert [row["length"] for row in rows] == [100, 200, 400]  # 800² µs, twice, is over a second
+    assert rows[1][FULL] == pytest.approx(80)
+    assert rows[1]["forward MB"] == pytest.approx(2e-3)
+    assert growth(rows, FULL) == pytest.approx(2)
+    assert growth(rows[:1], FULL) == "-"
+
+
+def test_medians_take_turns():
+    calls = []
+    medians({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=2)
+    assert calls == ["a", "b"] * 3
+
+
+def test_the_peak_is_measured():
+    assert 60e6 < peak_of(lambda: torch.zeros(16_000_000).add_(1)) < 80e6
+
+
+def test_every_pair_once_and_none_that_cannot_be():
+    names = [_name(pair) for pair in _pairs()]
+    assert len(names) == len({*names}) == 33
+    assert "Original + RPE" in names
+    assert "Linear, SIKF + RPE" not in names
+
+
+def test_where_linear_attention_wins():
+    def rows(**times):
+        return [{"length": int(n[1:]), FULL: t} for n, t in times.items()]
+
+    measured = {
+        "Original": rows(n256=1.0, n512=4.0, n1024=16.0, n2048=64.0, n4096=256.0),
+        "Linear, SIKF": rows(n256=2.0, n512=3.0, n1024=6.0, n2048=9.0, n4096=20.0, n8192=40.0),
+        "Linear, DPFP": rows(n256=2.0, n512=9.0, n1024=90.0),
+    }
+    wins = {row["layer"]: row["faster than softmax from N ="] for row in _crossings(measured)}
+    assert wins == {"Linear, SIKF": 512, "Linear, DPFP": "-"}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_run(name):
+    seconds, _ = operation_cost(name, 64, backward=True)
+    assert seconds > 0
+
+
+def test_a_layer_runs():
+    pair = {"attention": "linear", "features": "sikf", "position": "fastrpb"}
+    assert all(layer_cost(pair, 32, backward)[0] > 0 for backward in (False, True))
+
+
+def test_tables_and_unknown_names():
+    assert table([{"a": 1, "b": 2.0}]) == "| a | b |\n| --- | --- |\n| 1 | 2.00 |"
+    with pytest.raises(ValueError, match="unknown benchmark 'modle'; did you mean model"):
+        bench("modle")
+
+
+def test_the_curves_of_the_figure(tmp_path):
+    rows = [
+        {"layer": name, "length": n, "forward ms": n / 10, "forward MB": n / 5}
+        for name in ("Original", "Linear, SIKF + FastRPB", "Linear, SIKF + RoPE")
+        for n in (256, 512)
+    ]
+    machine = {"cpu": "a processor", "torch": "2", "date": "today"}
+    (tmp_path / "model.json").write_text(json.dumps({"machine": machine, "attention layer": rows}))
+    curves, words = _bench_curves(tmp_path / "model.json")
+    assert list(curves) == ["Original", "Linear, SIKF + FastRPB"]  # as in the paper's figure
+    assert curves["Original"] == {256: (25.6, 51.2), 512: (51.2, 102.4)}
+    assert words == "a processor, torch 2, today"

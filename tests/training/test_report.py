@@ -1,0 +1,252 @@
+import json
+import re
+import shutil
+
+import pytest
+import torch
+
+from fastrpb import FastRPB, FastRPB2d
+from fastrpb.compare import Cell
+from fastrpb.figures import biases, curves_figure, slice_of, weights_figure, weights_of
+from fastrpb.report import Table, as_html, as_latex, as_markdown, collect, ranks, write_report
+from fastrpb.run import Run
+from fastrpb.train import load_run, train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TABLE = Table(
+    "Test accuracy, %",
+    {
+        ("softmax", "rpe"): Cell(97.0, 0.1, 3),
+        ("softmax", "none"): Cell(95.0, 0.2, 3),
+        ("sikf", "none"): Cell(96.0, 0.0, 1),
+    },
+    "high",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two seeds with a 1D bias, one with a 2D bias, one without, one cut off."""
+    from conftest import SMALL  # noqa: PLC0415
+    from fastrpb.config import override, preset  # noqa: PLC0415
+
+    folder = tmp_path_factory.mktemp("runs")
+    for position, seed in [("fastrpb", 0), ("fastrpb", 1), ("fastrpb2d", 0), ("none", 0)]:
+        config = override(
+            preset("digits", position=position),
+            {**SMALL, "steps": 20, "eval_every": 10, "layers": 2, "seed": seed},
+        )
+        train(config, folder / config.name, cpu=True)
+    begun = Run(folder / "begun")
+    begun.open(override(preset("digits"), SMALL))
+    return folder
+
+
+def test_the_best_is_bold_and_the_second_double_underlined():
+    assert ranks(TABLE) == {("softmax", "rpe"): 1, ("softmax", "none"): 3, ("sikf", "none"): 2}
+    assert "| Original | 95.00 ± 0.20 | **97.00 ± 0.10** |" in as_markdown(TABLE)
+    assert "| Linear, SIKF | <u>96.00</u> | N/A |" in as_markdown(TABLE)
+    assert r"Original & 95.00 $\pm$ 0.20 & \textbf{97.00 $\pm$ 0.10} \\" in as_latex(TABLE)
+    assert r"Linear, SIKF & \uuline{96.00} & N/A \\" in as_latex(TABLE)
+    assert "<td><b>97.00 ± 0.10</b></td>" in as_html(TABLE)
+    assert '<td><span class="second">96.00</span></td><td>N/A</td>' in as_html(TABLE)
+
+
+def test_less_time_is_better_and_equals_share_a_rank():
+    cells = {
+        ("sikf", "none"): Cell(2, 0, 1),
+        ("elu1", "none"): Cell(2.001, 0, 1),
+        ("relu", "none"): Cell(3, 0, 1),
+    }
+    assert list(ranks(Table("s", cells, "low")).values()) == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("bias", "image"),
+    [
+        (FastRPB(2, 15), (3, 5)),
+        (FastRPB2d(2, 3, 5), (3, 5)),
+        (FastRPB2d(2, 5, 3, kind="full"), (5, 3)),
+        (FastRPB(2, 15, causal=True), (3, 5)),
+    ],
+)
+def test_a_slice_is_a_column_of_the_matrix(bias, image):
+    matrix, weights = bias.matrix(15), weights_of(bias)
+    for row in range(image[0]):
+        for column in range(image[1]):
+            expected = matrix[:, :, row * image[1] + column].unflatten(-1, image)
+            torch.testing.assert_close(slice_of(weights, image, (row, column)), expected.detach())
+
+
+def test_a_pixel_outside_is_refused():
+    with pytest.raises(ValueError, match=r"pixel 3,0 is outside the image: rows 0 to 2"):
+        slice_of(torch.zeros(1, 29), (3, 5), (3, 0))
+
+
+def test_figures_show_the_numbers():
+    w = [torch.randn(4, 31), torch.randn(4, 31)]
+    axes = [ax for ax in weights_figure(w).axes if ax.images]
+    assert len(axes) == 2
+    torch.testing.assert_close(torch.as_tensor(axes[1].images[0].get_array()), w[1])
+    low, high = axes[0].images[0].get_clim()
+    assert low == -high  # zero is white
+    lines = [{"step": 1, "loss": 3.0}, {"step": 1, "validation": {"accuracy": 0.5}}]
+    left, right = curves_figure([("a", lines), ("a", lines), ("b", lines)]).axes
+    assert left.lines[0].get_ydata() == [3.0]
+    assert right.lines[0].get_ydata() == [50.0]
+    assert [text.get_text() for text in right.get_legend().get_texts()] == ["a", "b"]
+    assert left.lines[0].get_color() == left.lines[1].get_color() != left.lines[2].get_color()
+
+
+def test_a_report_of_a_folder_of_runs(runs, tmp_path):
+    page = write_report([runs], tmp_path / "report", pixel=(3, 2))
+    names = {path.name for path in page.parent.iterdir()}
+    records = {r.name: r.record for r in collect([runs]) if r.record}
+    assert {
+        "index.html",
+        "tables.md",
+        "tables.tex",
+        "curves-digits.svg",
+        "curves-digits.png",
+    } <= names
+    for name, record in records.items():
+        position = record["config"]["model"]["position"]
+        assert (f"weights-{name}.svg" in names) == (position == "fastrpb")
+        assert (f"slice-{name}.png" in names) == (position != "none")
+    mean = (
+        sum(100 * r["metrics"]["test"]["accuracy"] for n, r in records.items() if "fastrpb-" in n)
+        / 2
+    )
+    assert f"{mean:.2f} ± " in (page.parent / "tables.md").read_text()
+    content = page.read_text()
+    assert "begun" in content
+    assert "not finished" in content
+    assert "$" not in re.sub(r"<script.*?</script>", "", content, flags=re.DOTALL)
+    # What the page draws from are the weights.
+    data = json.loads(re.search(r'id="data">(.*?)</script>', content, re.DOTALL).group(1))
+    entry = next(run for run in data["runs"] if "fastrpb2d" in run["name"])
+    _, model = load_run(runs / entry["name"])
+    scale = float(weights_of(biases(model)[1]).abs().max())
+    assert entry["layers"][1]["scale"] == pytest.approx(scale)
+    assert entry["image"] == [8, 8]
+
+
+def test_records_without_their_folders(runs, tmp_path):
+    shutil.copy(runs / "results.jsonl", tmp_path)
+    content = write_report([tmp_path], tmp_path / "report").read_text()
+    assert "FastRPB 2D" in content
+    assert not list((tmp_path / "report").glob("*.svg"))
+
+
+def test_two_set_ups_of_a_task_are_two_tables(small, runs, tmp_path):
+    train(small(steps=2), tmp_path / "other", cpu=True)
+    content = write_report([runs, tmp_path / "other"], tmp_path / "report").read_text()
+    assert "<h2>digits</h2>" in content
+    assert "<h2>digits 2</h2>" in content
+
+
+def test_bad_input(tmp_path):
+    with pytest.raises(ValueError, match="there is no folder"):
+        collect([tmp_path / "none"])
+    with pytest.raises(ValueError, match=r"has no runs and no results.jsonl"):
+        collect([tmp_path])
+
+
+def test_a_file_that_is_no_bench(runs, tmp_path):
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(ValueError, match="is no file of `fastrpb bench model`"):
+        write_report([runs], tmp_path / "report", bench=tmp_path / "x.json")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium")
+    assert chromium, "make test-browser needs Chromium: apt-get install chromium"
+    with playwright.sync_playwright() as driver:
+        yield driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+
+
+@pytest.fixture(scope="module")
+def report(runs, tmp_path_factory):
+    return write_report([runs], tmp_path_factory.mktemp("report"), pixel=(3, 2))
+
+
+def opened(browser, report, **options):
+    """The page, the requests it made and what went wrong."""
+    page = browser.new_context(**options).new_page()
+    requests, errors = [], []
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("console", lambda line: errors.append(line.text))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(report.as_uri())
+    return page, requests, errors
+
+
+def pixels(page, canvas):
+    return page.evaluate(f"document.getElementById('{canvas}').toDataURL()")
+
+
+@pytest.mark.browser
+def test_the_page_renders_and_stays_at_home(browser, report):
+    page, requests, errors = opened(browser, report)
+    assert page.locator("#weights").is_visible()
+    assert page.locator("table").count() == 5
+    assert page.evaluate("[...document.images].every(i => i.complete && i.naturalWidth > 100)")
+    assert requests == [report.as_uri()]
+    assert errors == []
+    blocked = page.evaluate("fetch('https://example.org').then(() => 'sent', () => 'blocked')")
+    assert blocked == "blocked"
+
+
+@pytest.mark.browser
+def test_the_pickers_change_the_pictures(browser, report):
+    page, _, errors = opened(browser, report)
+    for picker, canvas in [("layer", "strips"), ("head", "line"), ("run", "strips")]:
+        before = pixels(page, canvas)
+        page.select_option(f"#{picker}", index=1)
+        assert pixels(page, canvas) != before, picker
+    before = pixels(page, "slice")
+    page.locator("#slice").click(position={"x": 300, "y": 10})
+    assert page.input_value("#row") == "0"
+    assert page.input_value("#column") == "7"
+    assert pixels(page, "slice") != before
+    before = pixels(page, "slice")
+    page.fill("#row", "5")
+    page.press("#row", "Enter")
+    assert pixels(page, "slice") != before
+    page.locator("#strips").click(position={"x": 10, "y": 1})
+    assert page.input_value("#head") == "0"
+    page.locator("#strips").hover(position={"x": 400, "y": 1})
+    assert "head 0, distance" in page.text_content("#strips-value")
+    assert errors == []
+
+
+@pytest.mark.browser
+def test_the_slice_of_the_page_is_that_of_the_model(browser, report, runs):
+    page, _, _ = opened(browser, report)
+    for index, name in enumerate(page.locator("#run option").all_inner_texts()):
+        page.select_option("#run", index=index)
+        _, model = load_run(runs / name)
+        picture = slice_of(weights_of(biases(model)[0]), (8, 8), (3, 2))[0]
+        low, high = (
+            float(x) for x in re.findall(r"-?\d[\d.e-]*", page.text_content("#slice-value"))[2:]
+        )
+        assert low == pytest.approx(float(picture.min()), rel=2e-2, abs=1e-3)
+        assert high == pytest.approx(float(picture.max()), rel=2e-2, abs=1e-3)
+        shown = page.evaluate(
+            "[...Array(64).keys()].map(i => given(layer(), data.runs[state.run], i >> 3, i & 7))"
+        )
+        torch.testing.assert_close(torch.tensor(shown).view(8, 8), picture, rtol=0, atol=1e-4)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_light_dark_and_a_phone(browser, report, scheme):
+    phone = {"width": 390, "height": 800}
+    page, _, errors = opened(browser, report, viewport=phone, color_scheme=scheme, is_mobile=True)
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}[scheme]
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390  # no sideways scrolling
+    assert errors == []
