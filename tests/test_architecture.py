@@ -19,9 +19,10 @@ CORE = [
     "attention",
     "positions",
     "model",
+    "nn",
 ]
 TOOLS = ["data", "config", "bench", "run", "train", "compare", "sweep", "figures", "report", "show"]
-ORDER = [*CORE, "__init__", *TOOLS, "cli", "__main__"]
+ORDER = [*CORE, "__init__", *TOOLS, "hf", "onnx", "cli", "__main__"]
 
 
 def layer(path: Path) -> str:

@@ -9,6 +9,7 @@ from fastrpb import (
     init,
     linear_attention,
     linear_attention_init_state,
+    linear_attention_state,
     linear_attention_step,
     linear_attention_weights,
     relu,
@@ -222,6 +223,26 @@ def test_streaming_equals_the_parallel_form(phi):
     assert state.sums.shape[-1] == 6
 
 
+@phis
+def test_streams_may_begin_with_many_tokens_and_skip_some(phi):
+    q, k, v = inputs(130, 130)
+    k[0, :, :30] += 1000  # what is masked must not even raise a shift
+    mask = torch.arange(130) >= torch.tensor([[30], [0]])
+    whole = linear_attention(q, k, v, phi=phi, mask=mask, causal=True)
+    for first in (1, 29, 100):
+        state = linear_attention_state(
+            k[:, :, :first], v[:, :, :first], phi=phi, mask=mask[:, :first]
+        )
+        ys = []
+        for t in range(first, 130):
+            here = (slice(None), slice(None), slice(t, t + 1))
+            y, state = linear_attention_step(
+                q[here], k[here], v[here], state, phi=phi, mask=mask[:, t : t + 1]
+            )
+            ys.append(y)
+        torch.testing.assert_close(torch.cat(ys, 2), whole[:, :, first:], rtol=1e-4, atol=1e-5)
+
+
 def test_streaming_sikf_survives_growing_keys():
     q, k, v = inputs(40, 40)
     k = k + torch.linspace(0, 9000, 40)[:, None]
@@ -246,6 +267,23 @@ def test_streaming_bias_equals_the_parallel_form(n, prefix):
     torch.testing.assert_close(torch.cat(ys, 2), rpb(v), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match=f"longer than max_length={n}"):
         rpb.step(v[:, :, :1], state)
+
+
+@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize("first", [1, 63, 64, 100, 192, 255, 256, 300])
+def test_a_stream_of_the_bias_may_begin_with_many_tokens(first, prefix):
+    rpb = FastRPB(3, 301, causal=True, prefix=prefix, init=init.normal(1.0))
+    v = torch.randn(2, 3, prefix + 301, 4, requires_grad=True)
+    mask = torch.rand(2, prefix + 301) < 0.8
+    cut = prefix + first
+    state = rpb.init_state(v)
+    begin = rpb(v[:, :, :cut], mask[:, :cut], state)
+    later = rpb(v[:, :, cut:], mask[:, cut:], state)
+    torch.testing.assert_close(torch.cat([begin, later], 2), rpb(v, mask), rtol=1e-4, atol=1e-4)
+    assert state.tokens == prefix + 301
+    (gradient,) = torch.autograd.grad(begin.sum(), v)
+    assert gradient.abs().max() > 0
+    assert not state.history.requires_grad
 
 
 def test_streaming_bias_in_other_dtypes():

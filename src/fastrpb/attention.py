@@ -150,12 +150,38 @@ def linear_attention_init_state(k: Tensor, v: Tensor, *, phi: Phi) -> LinearStat
     )
 
 
+def linear_attention_state(
+    k: Tensor, v: Tensor, *, phi: Phi, mask: Tensor | None = None
+) -> LinearState:
+    """The state after the tokens of k and v, at once: O(N). It is that of N steps.
+
+    >>> from fastrpb import sikf
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)
+    >>> state = linear_attention_state(k[:, :, :9], v[:, :, :9], phi=sikf)
+    >>> y, state = linear_attention_step(q[:, :, 9:], k[:, :, 9:], v[:, :, 9:], state, phi=sikf)
+    >>> torch.allclose(y, linear_attention(q, k, v, phi=sikf, causal=True)[:, :, 9:], atol=1e-5)
+    True
+    """
+    _check(k, k, v, mask)
+    _check_phi(phi)
+    with torch.autocast(v.device.type, enabled=False):
+        k, v = _widened(k, v)
+        values = _with_ones(v, mask)
+        if not isinstance(phi, ExpFeatureMap):
+            state = linear_attention_init_state(k, v, phi=phi)
+            return state._replace(sums=phi(k, k, mask)[1].mT @ values)
+        log_k = phi.logs(k, k, mask)[1].mT
+        shift = log_k.detach().amax(-1, keepdim=True)
+        return LinearState(torch.exp(log_k - shift) @ values, shift)
+
+
 def linear_attention_step(
-    q: Tensor, k: Tensor, v: Tensor, state: LinearState, *, phi: Phi
+    q: Tensor, k: Tensor, v: Tensor, state: LinearState, *, phi: Phi, mask: Tensor | None = None
 ) -> tuple[Tensor, LinearState]:
     """The next output of causal linear attention, and the state after it: O(features · dim_v).
 
-    q, k (batch, heads, 1, dim) and v (batch, heads, 1, dim_v) are those of one token.
+    q, k (batch, heads, 1, dim) and v (batch, heads, 1, dim_v) are those of one token; mask
+    (batch, 1) says which streams of the batch it belongs to.
 
     >>> from fastrpb import sikf
     >>> q, k, v = torch.randn(3, 2, 4, 10, 8)
@@ -170,7 +196,7 @@ def linear_attention_step(
     >>> torch.allclose(torch.cat(ys, 2), whole, atol=1e-5)
     True
     """
-    _check(q, k, v, None)
+    _check(q, k, v, mask)
     _check_phi(phi)
     if q.shape[-2] != 1 or k.shape[-2] != 1:
         raise ValueError(f"a step takes one token, got {q.shape[-2]} queries, {k.shape[-2]} keys")
@@ -181,15 +207,15 @@ def linear_attention_step(
     dtype = v.dtype
     with torch.autocast(v.device.type, enabled=False):
         q, k, v = _widened(q, k, v)
-        values = _with_ones(v, None)
+        values = _with_ones(v, mask)
         if isinstance(phi, ExpFeatureMap):
-            log_q, log_k = phi.logs(q, k)
+            log_q, log_k = phi.logs(q, k, mask)
             _check_features(state, log_k)
             sums, shift = _add(*state, values.expand_as(state.sums), log_k.mT)
             log_q = log_q + shift.mT
             phi_q = torch.exp(log_q - log_q.amax(-1, keepdim=True))
         else:
-            phi_q, phi_k = phi(q, k)
+            phi_q, phi_k = phi(q, k, mask)
             _check_features(state, phi_k)
             sums, shift = state.sums + phi_k.mT @ values, state.shift
         y = phi_q @ sums

@@ -182,6 +182,51 @@ class FastRPB(_Bias):
     def _multiply(self, v: Tensor) -> Tensor:
         return toeplitz_matmul(self.weights(v.shape[-2]), v)
 
+    def forward(
+        self, v: Tensor, mask: Tensor | None = None, state: "BiasState | None" = None
+    ) -> Tensor:
+        """W·v, a term for the output of any attention.
+
+        Args:
+            v: (batch, heads, length, dim), or without batch. Prefix tokens come first.
+            mask: (batch, length) bool, True = keep: the others (padding) contribute nothing.
+            state: of a causal stream (see `init_state`): v goes on from its tokens. It is changed
+                in place. The first tokens take O(L log L) time together, later ones step.
+
+        Returns:
+            (batch, heads, length, dim) in the dtype of v. Rows of prefix tokens are zero.
+
+        >>> rpb, v = FastRPB(4, 100, causal=True), torch.randn(2, 4, 100, 8)
+        >>> state = rpb.init_state(v)
+        >>> parts = [rpb(v[:, :, :90], state=state), rpb(v[:, :, 90:], state=state)]
+        >>> torch.allclose(torch.cat(parts, 2), rpb(v), atol=1e-5)
+        True
+        """
+        if state is None:
+            return super().forward(v, mask)
+        self._check_stream(v, mask, state)
+        if not state.tokens:
+            y = super().forward(v, mask)
+            self._begin(v, mask, state)
+            return y
+        if mask is not None:
+            v = v.masked_fill(~mask[..., None, :, None], 0)
+        steps = [self.step(v[..., t : t + 1, :], state)[0] for t in range(v.shape[-2])]
+        return torch.cat(steps, -2)
+
+    @torch.no_grad()
+    def _begin(self, v: Tensor, mask: Tensor | None, state: "BiasState") -> None:
+        """Bring an empty state to where as many steps would."""
+        if mask is not None:
+            v = v.masked_fill(~mask[..., None, :, None], 0)
+        state.tokens = v.shape[-2]
+        t = state.tokens - self.prefix
+        state.history[..., :t, :] = v[..., self.prefix :, :]
+        t = t // _BLOCK * _BLOCK
+        while t:  # of all the shares that the steps give, these reach outputs to come
+            self._share(state, t)
+            t &= t - 1
+
     def init_state(self, v: Tensor) -> "BiasState":
         """The state before the first token of a stream; v (batch, heads, ..., dim) gives the sizes.
 
@@ -210,14 +255,10 @@ class FastRPB(_Bias):
         >>> torch.allclose(torch.cat(ys, 2), rpb(v), atol=1e-5)
         True
         """
-        self._check_stream(v)
+        self._check_stream(v, None, state)
         if v.shape[-2] != 1:
             raise ValueError(f"a step takes one token, got {v.shape[-2]}")
         history, pending, n = state.history, state.pending, self.max_length
-        if history.shape[:-2] != v.shape[:-2] or history.shape[-1] != v.shape[-1]:
-            raise ValueError(
-                f"the state is of a stream like {tuple(history.shape)}, v is {tuple(v.shape)}"
-            )
         t = state.tokens - self.prefix
         if t == n:
             raise ValueError(f"the stream is longer than max_length={n}; see resize()")
@@ -230,19 +271,30 @@ class FastRPB(_Bias):
         with torch.autocast(v.device.type, enabled=False):  # it would round both factors
             near = self.w[:, None, n - (t - first) :].to(history.dtype) @ history[..., first:t, :]
         y = pending[..., t - 1 : t, :] + near
-        block = t & -t
-        outputs = min(block, n - t)
-        if block >= _BLOCK and outputs:
-            weights = self.w[:, n - block - outputs : n - 1]
-            pending[..., t : t + outputs, :] += toeplitz_matmul(
-                weights, history[..., t - block : t, :], out_length=outputs
-            )
+        self._share(state, t)
         return y.to(v.dtype), state
 
-    def _check_stream(self, v: Tensor) -> None:
+    def _share(self, state: "BiasState", t: int) -> None:
+        """After token t, give the share of the last tokens to as many outputs to come."""
+        block = t & -t
+        outputs = min(block, self.max_length - t)
+        if block >= _BLOCK and outputs:
+            first = self.max_length - block - outputs
+            state.pending[..., t : t + outputs, :] += toeplitz_matmul(
+                self.w[:, first : self.max_length - 1],
+                state.history[..., t - block : t, :],
+                out_length=outputs,
+            )
+
+    def _check_stream(
+        self, v: Tensor, mask: Tensor | None = None, state: "BiasState | None" = None
+    ) -> None:
         if not self.causal:
             raise ValueError("only a causal bias can run step by step; pass causal=True")
-        self._check(v)
+        self._check(v, mask)
+        size = v.shape if state is None else state.history.shape
+        if size[:-2] != v.shape[:-2] or size[-1] != v.shape[-1]:
+            raise ValueError(f"the state is of a stream like {tuple(size)}, v is {tuple(v.shape)}")
 
     @torch.no_grad()
     def resize(self, max_length: int) -> "FastRPB":
@@ -286,6 +338,10 @@ class BiasState:
     history: Tensor  # (batch, heads, max_length, dim), float32 or float64: the values so far
     pending: Tensor  # the same: what they have given to later outputs
     tokens: int = 0
+
+    def select(self, streams: Tensor) -> "BiasState":
+        """The states of these streams of the batch, a copy of each (beam search)."""
+        return BiasState(self.history[streams], self.pending[streams], self.tokens)
 
 
 class FastRPB2d(_Bias):

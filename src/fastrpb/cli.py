@@ -431,6 +431,23 @@ def bench(what: Annotated[str, typer.Argument(help="cpu: the core; model: layers
     print(f"\nwritten to {run(what)}")
 
 
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Folder with model.safetensors, or that file.")],
+    out: Annotated[Path, typer.Argument(help="The ONNX file to write.")],
+) -> None:
+    """Write a trained model as an ONNX file, for any batch and length.
+
+    Example: `fastrpb export runs/text model.onnx`
+    """
+    from fastrpb.onnx import export as write
+
+    try:
+        print(f"written to {write(run, out)}")
+    except (FileNotFoundError, ImportError) as error:
+        raise ValueError(error) from None
+
+
 def _resolve(task: str | None, config: Path | None, values: dict[str, Any]) -> RunConfig:
     """The config of a task's preset, or of a file, with the options in place of its values."""
     if (task is None) == (config is None):

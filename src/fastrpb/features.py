@@ -144,8 +144,12 @@ class FavorPlus(nn.Module, ExpFeatureMap):
         check_size("num_features", num_features)
         self.dim = dim
         self.num_features = num_features
+        self.seed = seed
         self.register_buffer("projection", torch.empty(num_features, dim))
-        self.redraw(seed)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.redraw(self.seed)
 
     # nn.Module would route a call to forward.
     __call__ = ExpFeatureMap.__call__
@@ -155,11 +159,12 @@ class FavorPlus(nn.Module, ExpFeatureMap):
         """Draw other features, the same ones for the same seed on every device."""
         generator = torch.Generator().manual_seed(seed)
         blocks = -(-self.num_features // self.dim)
-        normal = torch.randn(blocks, self.dim, self.dim, generator=generator, device="cpu")
+        kind = {"generator": generator, "device": "cpu", "dtype": torch.float32}
+        normal = torch.randn(blocks, self.dim, self.dim, **kind)
         q, r = torch.linalg.qr(normal)
         # With the signs of R, the Q of a normal matrix is any orthogonal one with equal chance.
         rows = (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).flatten(0, 1)
-        other = torch.randn(self.num_features, self.dim, generator=generator, device="cpu")
+        other = torch.randn(self.num_features, self.dim, **kind)
         lengths = other.norm(dim=-1)
         self.projection.copy_(rows[: self.num_features] * lengths[:, None])
 

@@ -1,9 +1,13 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and tensors in them with a checksum."""
 
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 
 @contextmanager
@@ -27,3 +31,46 @@ def replacing(path: Path) -> Iterator[Path]:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, meta: Mapping[str, str]) -> None:
+    """A safetensors file, whole or not at all, with a checksum among its metadata."""
+    safetensors = _safetensors()
+    tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    with replacing(path) as part:
+        checked = {**meta, "crc32": str(_crc32(tensors, meta))}
+        safetensors.torch.save_file(tensors, part, checked)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of a safetensors file; ValueError where it is damaged."""
+    safetensors = _safetensors()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            meta = file.metadata() or {}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+    if meta.pop("crc32", None) not in (None, str(_crc32(tensors, meta))):
+        raise ValueError(f"{path} is damaged: its checksum is not that of its content")
+    return tensors, meta
+
+
+def _crc32(tensors: Mapping[str, Tensor], meta: Mapping[str, str]) -> int:
+    code = zlib.crc32(repr(sorted(meta.items())).encode())
+    for name in sorted(tensors):
+        code = zlib.crc32(name.encode(), code)
+        code = zlib.crc32(tensors[name].flatten().view(torch.uint8).numpy().data, code)
+    return code
+
+
+def _safetensors():
+    try:
+        import safetensors.torch  # noqa: PLC0415  (an extra)
+    except ModuleNotFoundError:
+        raise ImportError(
+            "weights are saved by safetensors: pip install 'fastrpb[model]'"
+        ) from None
+    return safetensors

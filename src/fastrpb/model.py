@@ -5,9 +5,10 @@ A `ModelConfig` names the parts; `_attend`, `_encoding` and `_bias` make objects
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -16,11 +17,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastrpb import init
-from fastrpb.attention import Phi, linear_attention, softmax_attention
-from fastrpb.bias import FastRPB, FastRPB2d, Kind
+from fastrpb.attention import (
+    LinearState,
+    Phi,
+    linear_attention,
+    linear_attention_state,
+    linear_attention_step,
+    softmax_attention,
+)
+from fastrpb.bias import BiasState, FastRPB, FastRPB2d, Kind
 from fastrpb.checks import check_choice, check_mask, check_size, check_tensor
 from fastrpb.features import DPFP, FavorPlus, elu1, relu, sikf
-from fastrpb.files import replacing
+from fastrpb.files import read_tensors, write_tensors
 from fastrpb.positions import (
     ALiBi,
     ConvSPE,
@@ -152,6 +160,12 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
         return self.heads if self.filters is None else self.filters
 
     @property
+    def streams(self) -> bool:
+        """Whether the model can go on token by token from a `Stream` a layer."""
+        linear = self.causal and self.attention == "linear"
+        return linear and self.position in ("none", "fastrpb")
+
+    @property
     def mlp(self) -> int:
         return 4 * self.dim if self.mlp_dim is None else self.mlp_dim
 
@@ -184,6 +198,42 @@ class LinearAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return linear_attention(q, k, v, phi=self.phi, mask=mask, causal=self.causal)
 
+    def stream(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: LinearState | None
+    ) -> tuple[Tensor, LinearState]:
+        """`forward` for tokens that go on from `state`; None: the first ones."""
+        if state is None:
+            first = linear_attention_state(k.detach(), v.detach(), phi=self.phi, mask=mask)
+            return self(q, k, v, mask), first
+        ys = []
+        for t in range(q.shape[-2]):
+            token_q, token_k, token_v = (x[..., t : t + 1, :] for x in (q, k, v))
+            here = None if mask is None else mask[..., t : t + 1]
+            y, state = linear_attention_step(
+                token_q, token_k, token_v, state, phi=self.phi, mask=here
+            )
+            ys.append(y)
+        return torch.cat(ys, -2), state
+
+
+@dataclass
+class Stream:
+    """What one layer of a model that `streams` remembers of the tokens so far; empty before them.
+
+    It is changed in place; what it holds carries no gradients.
+    """
+
+    attention: LinearState | None = None
+    bias: BiasState | None = None
+    tokens: int = 0
+
+    def select(self, streams: Tensor) -> None:
+        """Keep these streams of the batch, some of them perhaps more than once (beam search)."""
+        if self.attention is not None:
+            self.attention = LinearState(*(x[streams] for x in self.attention))
+        if self.bias is not None:
+            self.bias = self.bias.select(streams)
+
 
 class SelfAttention(nn.Module):
     """Y = (Attention(Q, K, V) + W·V)·O: projections, any attention, an optional bias on V.
@@ -209,15 +259,42 @@ class SelfAttention(nn.Module):
         self.bias = bias
         self.out = nn.Linear(width, dim)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, stream: Stream | None = None
+    ) -> Tensor:
+        """x (batch, length, dim); with a `stream`, x goes on from the tokens that it has seen."""
         q, k, v = self.qkv(x).chunk(3, dim=-1)
-        queries, keys = _split(q, self.heads), _split(k, self.heads)
+        queries, keys, values = (split_heads(x, self.heads) for x in (q, k, v))
+        if stream is not None:
+            return self.out(self._stream(queries, keys, values, v, mask, stream))
         if self.encoding is not None:
             queries, keys = self.encoding(queries, keys)
-        y = _merge(self.attend(queries, keys, _split(v, self.heads), mask))
+        y = merge_heads(self.attend(queries, keys, values, mask))
         if self.bias is not None:
-            y = y + _merge(self.bias(_split(v, self.bias.num_heads), mask))
+            y = y + merge_heads(self.bias(split_heads(v, self.bias.num_heads), mask))
         return self.out(y)
+
+    def _stream(
+        self, q: Tensor, k: Tensor, values: Tensor, v: Tensor, mask: Tensor | None, stream: Stream
+    ) -> Tensor:
+        if (
+            not isinstance(self.attend, LinearAttention)
+            or not self.attend.causal
+            or self.encoding is not None
+            or isinstance(self.bias, FastRPB2d)
+        ):
+            raise ValueError(
+                "only causal linear attention with FastRPB or without positions runs token by token"
+            )
+        y, stream.attention = self.attend.stream(q, k, values, mask, stream.attention)
+        y = merge_heads(y)
+        if self.bias is not None:
+            v = split_heads(v, self.bias.num_heads)
+            if stream.bias is None:
+                stream.bias = self.bias.init_state(v)
+            y = y + merge_heads(self.bias(v, mask, stream.bias))
+        stream.tokens += q.shape[-2]
+        return y
 
 
 class Block(nn.Module):
@@ -243,8 +320,10 @@ class Block(nn.Module):
         )
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, stream: Stream | None = None
+    ) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask, stream))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -261,27 +340,50 @@ class Encoder(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.dim)
+        # By these two names Transformers switches it on and off.
+        self.gradient_checkpointing = config.checkpoint
+        self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
-    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(batch, length) ids, mask (batch, length) True = keep → (batch, CLS + length, dim)."""
-        self._check(tokens, mask)
-        x = self.embedding(tokens.long())
+    def forward(
+        self,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        streams: Sequence[Stream] | None = None,
+    ) -> Tensor:
+        """(batch, length) ids, mask (batch, length) True = keep → (batch, CLS + length, dim).
+
+        Args:
+            tokens: ids, or their embeddings (batch, length, dim).
+            mask: True = keep; None keeps all.
+            positions: (batch, length) absolute positions where they are not 0, 1, 2, ...
+            streams: one a layer, of a config that `streams`: the tokens go on from theirs.
+        """
+        seen = streams[0].tokens if streams else 0
+        self._check(tokens, mask, seen)
+        x = tokens if tokens.is_floating_point() else self.embedding(tokens.long())
         if self.positions is not None:
-            x = x + self.positions(x)
+            if positions is None and seen:
+                positions = torch.arange(seen, seen + x.shape[1], device=x.device)
+            x = x + self.positions(x, positions)
         if self.cls is not None:
-            x = torch.cat([self.cls.expand(len(x), 1, -1), x], dim=1)
+            x = torch.cat([self.cls.expand(x.shape[0], 1, -1), x], dim=1)
             mask = None if mask is None else nn.functional.pad(mask, (1, 0), value=True)
         x = self.dropout(x)
-        for block in self.blocks:
-            if self.config.checkpoint and self.training:
-                x = checkpoint(block, x, mask, use_reentrant=False)
+        for block, stream in zip(self.blocks, streams or repeat(None), strict=False):
+            if self.gradient_checkpointing and self.training:
+                x = self._gradient_checkpointing_func(block, x, mask)
             else:
-                x = block(x, mask)
+                x = block(x, mask, stream)
         return self.norm(x)
 
     def pool(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         """One vector a sequence: CLS, or the mean over the kept tokens. (batch, dim)."""
-        x = self(tokens, mask)
+        return self.pooled(self(tokens, mask), mask)
+
+    def pooled(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """`pool`, given what `forward` gave."""
         if self.cls is not None:
             return x[:, 0]
         if mask is None:
@@ -289,21 +391,27 @@ class Encoder(nn.Module):
         kept = mask.unsqueeze(-1).to(x.dtype)
         return (x * kept).sum(1) / kept.sum(1).clamp(min=1)
 
-    def _check(self, tokens: Tensor, mask: Tensor | None) -> None:
+    def _check(self, tokens: Tensor, mask: Tensor | None, seen: int) -> None:
         check_tensor("tokens", tokens)
-        if tokens.dim() != 2 or tokens.dtype not in _ID_DTYPES or not tokens.shape[1]:
+        embedded = tokens.dim() == 3 and tokens.is_floating_point()
+        ids = tokens.dim() == 2 and tokens.dtype in _ID_DTYPES
+        if not (ids or embedded) or not tokens.shape[1]:
             raise ValueError(
                 f"tokens must be (batch, length) ids, got {tokens.dtype} {tuple(tokens.shape)}"
             )
-        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
+        on_cpu = tokens.device.type == "cpu" and not torch.compiler.is_compiling()
+        if ids and on_cpu and tokens.numel():
             low, high = (int(x) for x in tokens.aminmax())
-            if low < 0 or high >= self.config.vocab_size:
+            if low < 0 or high >= self.embedding.num_embeddings:
                 raise ValueError(
-                    f"tokens are from {low} to {high}, beyond vocab_size={self.config.vocab_size}"
+                    f"tokens are from {low} to {high}, "
+                    f"beyond vocab_size={self.embedding.num_embeddings}"
                 )
-        if tokens.shape[1] > self.config.max_length:
-            raise ValueError(f"{tokens.shape[1]} tokens exceed max_length={self.config.max_length}")
-        check_mask(mask, tuple(tokens.shape))
+        if seen + tokens.shape[1] > self.config.max_length:
+            raise ValueError(
+                f"{seen + tokens.shape[1]} tokens exceed max_length={self.config.max_length}"
+            )
+        check_mask(mask, tuple(tokens.shape[:2]))
 
 
 class Classifier(nn.Module):
@@ -313,7 +421,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.config = config
         self.encoder = Encoder(config)
-        self.head = _head(config.dim, config.mlp, config.num_classes)
+        self.head = head(config.dim, config.mlp, config.num_classes)
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.head(self.encoder.pool(tokens, mask))
@@ -326,7 +434,7 @@ class PairClassifier(nn.Module):
         super().__init__()
         self.config = config
         self.encoder = Encoder(config)
-        self.head = _head(2 * config.dim, config.mlp, config.mlp // 2, config.num_classes)
+        self.head = head(2 * config.dim, config.mlp, config.mlp // 2, config.num_classes)
 
     def forward(
         self,
@@ -335,8 +443,10 @@ class PairClassifier(nn.Module):
         first_mask: Tensor | None = None,
         second_mask: Tensor | None = None,
     ) -> Tensor:
-        if len(first) != len(second):
-            raise ValueError(f"{len(first)} first and {len(second)} second sequences make no pairs")
+        if first.shape[0] != second.shape[0]:
+            raise ValueError(
+                f"{first.shape[0]} first and {second.shape[0]} second sequences make no pairs"
+            )
         pooled = self.encoder.pool(first, first_mask), self.encoder.pool(second, second_mask)
         return self.head(torch.cat(pooled, dim=-1))
 
@@ -364,16 +474,13 @@ MODELS: dict[str, Callable[[ModelConfig], nn.Module]] = {
 
 def save_model(model: nn.Module, path: str | os.PathLike) -> None:
     """Write weights and config into one safetensors file, atomically."""
-    safetensors = _safetensors()
     if type(model).__name__ not in MODELS:
         raise TypeError(
             f"save one of {', '.join(MODELS)}, not {type(model).__name__}; "
             "unwrap a compiled or distributed model first"
         )
     meta = {"model": type(model).__name__, "config": json.dumps(asdict(model.config))}  # pyright: ignore[reportArgumentType]
-    weights = {key: x.contiguous() for key, x in model.state_dict().items()}
-    with replacing(Path(path)) as part:
-        safetensors.torch.save_file(weights, part, meta)
+    write_tensors(model.state_dict(), Path(path), meta)
 
 
 def load_model(path: str | os.PathLike, device: str | torch.device = "cpu") -> nn.Module:
@@ -381,15 +488,7 @@ def load_model(path: str | os.PathLike, device: str | torch.device = "cpu") -> n
 
     A damaged file, unknown or missing keys raise ValueError.
     """
-    safetensors = _safetensors()
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            meta = file.metadata() or {}
-            weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+    weights, meta = read_tensors(Path(path))
     if meta.get("model") not in MODELS:
         raise ValueError(f"{path} holds no model of fastrpb: its metadata are {meta}")
     try:
@@ -404,26 +503,18 @@ def load_model(path: str | os.PathLike, device: str | torch.device = "cpu") -> n
     return model.to(device).eval()
 
 
-def _safetensors():
-    try:
-        import safetensors.torch  # noqa: PLC0415  (an extra)
-    except ModuleNotFoundError:
-        raise ImportError(
-            "weights are saved by safetensors: pip install 'fastrpb[model]'"
-        ) from None
-    return safetensors
-
-
-def _split(x: Tensor, heads: int) -> Tensor:
+def split_heads(x: Tensor, heads: int) -> Tensor:
     """(batch, length, width) → (batch, heads, length, width/heads)."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def _merge(x: Tensor) -> Tensor:
+def merge_heads(x: Tensor) -> Tensor:
+    """Undo `split_heads`."""
     return x.transpose(1, 2).flatten(2)
 
 
-def _head(*sizes: int) -> nn.Sequential:
+def head(*sizes: int) -> nn.Sequential:
+    """Linear layers of these sizes with ReLU between them."""
     layers: list[nn.Module] = []
     for before, after in pairwise(sizes):
         layers += [nn.Linear(before, after), nn.ReLU()]

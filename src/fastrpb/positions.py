@@ -29,9 +29,12 @@ class LearnedPositions(nn.Module):
         """w ~ N(0, 0.02²)."""
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The vectors of the positions of x (batch, length, dim): (length, dim)."""
-        return self.weight[: _within(x.shape[-2], self.weight.shape[0])]
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """The vectors of the positions of x (batch, length, dim): (length, dim).
+
+        `positions` (batch, length) says which they are where they are not 0, 1, 2, ...
+        """
+        return _rows(self.weight, x, positions)
 
 
 class SinusoidalPositions(nn.Module):
@@ -41,13 +44,20 @@ class SinusoidalPositions(nn.Module):
 
     def __init__(self, max_length: int, dim: int):
         super().__init__()
-        angle = _angles(torch.arange(max_length), dim + dim % 2, 10000.0)
-        table = torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)[:, :dim]
-        self.register_buffer("table", table.float(), persistent=False)
+        self.register_buffer("table", torch.empty(max_length, dim), persistent=False)
+        self.reset_parameters()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The vectors of the positions of x (batch, length, dim): (length, dim)."""
-        return self.table[: _within(x.shape[-2], self.table.shape[0])]
+    def reset_parameters(self) -> None:
+        length, dim = self.table.shape
+        angle = _angles(torch.arange(length, device=self.table.device), dim + dim % 2, 10000.0)
+        self.table.copy_(torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)[:, :dim])
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """The vectors of the positions of x (batch, length, dim): (length, dim).
+
+        `positions` (batch, length) says which they are where they are not 0, 1, 2, ...
+        """
+        return _rows(self.table, x, positions)
 
 
 class RoPE(nn.Module):
@@ -153,9 +163,16 @@ class SineSPE(_SPE):
         super().__init__(num_heads, dim, num_realizations, gated)
         check_size("num_sines", num_sines)
         shape = (num_heads, dim, num_sines)
-        self.frequency = nn.Parameter(torch.randn(shape) - 4)  # slow: sigmoid(-4)/2 = 1/110
-        self.phase = nn.Parameter(torch.randn(shape))
-        self.gain = nn.Parameter(torch.randn(shape))
+        self.frequency = nn.Parameter(torch.empty(shape))
+        self.phase = nn.Parameter(torch.empty(shape))
+        self.gain = nn.Parameter(torch.empty(shape))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Slow waves, sigmoid(-4)/2 = 1/110, in any phase."""
+        nn.init.normal_(self.frequency, -4.0)
+        nn.init.normal_(self.phase)
+        nn.init.normal_(self.gain)
 
     def covariance(self, length: int) -> Tensor:
         """P: (heads, dim, length, length), without the gate."""
@@ -205,9 +222,14 @@ class ConvSPE(_SPE):
         super().__init__(num_heads, dim, num_realizations, gated)
         check_size("kernel_size", kernel_size)
         self.kernel_size = kernel_size
-        std = kernel_size**-0.5
-        self.kernel_q = nn.Parameter(std * torch.randn(num_heads, dim, kernel_size))
-        self.kernel_k = nn.Parameter(std * torch.randn(num_heads, dim, kernel_size))
+        self.kernel_q = nn.Parameter(torch.empty(num_heads, dim, kernel_size))
+        self.kernel_k = nn.Parameter(torch.empty(num_heads, dim, kernel_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Kernels of norm 1 on average."""
+        for kernel in (self.kernel_q, self.kernel_k):
+            nn.init.normal_(kernel, std=self.kernel_size**-0.5)
 
     def covariance(self, length: int) -> Tensor:
         """P: (heads, dim, length, length), without the gate."""
@@ -315,7 +337,11 @@ class ALiBi(nn.Module):
     def __init__(self, num_heads: int):
         super().__init__()
         check_size("num_heads", num_heads)
-        self.register_buffer("slopes", torch.tensor(_slopes(num_heads)), persistent=False)
+        self.register_buffer("slopes", torch.empty(num_heads), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.slopes.copy_(torch.tensor(_slopes(len(self.slopes))))
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         """(heads, length, length) for q and k of one length."""
@@ -349,6 +375,11 @@ def _one_length(q: Tensor, k: Tensor) -> int:
             f"q {tuple(q.shape)} and k {tuple(k.shape)} must have one length and one dim"
         )
     return q.shape[-2]
+
+
+def _rows(table: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
+    length = _within(x.shape[-2], table.shape[0])
+    return table[:length] if positions is None else table[positions]
 
 
 def _within(length: int, max_length: int) -> int:

@@ -15,7 +15,6 @@ import os
 import platform
 import resource
 import subprocess
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,13 +23,11 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fastrpb import __version__
 from fastrpb.config import RunConfig, differences, from_json, load_config, to_json
-from fastrpb.files import replacing
+from fastrpb.files import read_tensors, replacing, write_tensors
 
 KEPT = 2  # checkpoints
 
@@ -136,31 +133,21 @@ class Run:
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Write a checkpoint whole or not at all, then remove all but the newest few."""
-        tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-        words = json.dumps(state)
-        meta = {"state": words, "crc32": str(_crc32(words, tensors))}
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        with replacing(self.checkpoint(step)) as part:
-            save_file(tensors, part, meta)
+        write_tensors(tensors, self.checkpoint(step), {"state": json.dumps(state)})
         for old in self.steps()[:-KEPT]:
             self.checkpoint(old).unlink(missing_ok=True)
 
     def load(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors and the state of a checkpoint, checked."""
-        path = self.checkpoint(step)
         older = [s for s in self.steps() if s < step]
         advice = f"remove it to go on from step {older[-1]}" if older else "remove it to begin anew"
         try:
-            with safe_open(path, framework="pt") as file:
-                meta = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            state = json.loads(meta["state"])
-        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            tensors, meta = read_tensors(self.checkpoint(step))
+            return tensors, json.loads(meta["state"])
+        except (OSError, KeyError, ValueError) as error:
             reason = " ".join(str(error).split())
-            raise ValueError(f"{path} is damaged ({reason}); {advice}") from None
-        if meta.get("crc32") != str(_crc32(meta["state"], tensors)):
-            raise ValueError(f"{path} is damaged (its checksum differs); {advice}")
-        return tensors, state
+            raise ValueError(f"a damaged checkpoint: {reason}; {advice}") from None
 
     def log(self, line: dict[str, Any]) -> None:
         with self.metrics_file.open("a") as file:
@@ -249,11 +236,3 @@ def _revision() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
-
-
-def _crc32(words: str, tensors: dict[str, Tensor]) -> int:
-    code = zlib.crc32(words.encode())
-    for name in sorted(tensors):
-        code = zlib.crc32(name.encode(), code)
-        code = zlib.crc32(tensors[name].flatten().view(torch.uint8).numpy().data, code)
-    return code

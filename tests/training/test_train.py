@@ -262,7 +262,9 @@ def test_a_damaged_checkpoint_is_one_sentence(small, tmp_path, damage):
     assert moved != path.read_bytes()
     new = {"cut": content[:-7], "flip": content, "empty": b"", "moved": moved}[damage]
     path.write_bytes(new)
-    with pytest.raises(ValueError, match=f"damaged .*; remove it to go on from step {older}"):
+    with pytest.raises(
+        ValueError, match=f"damaged checkpoint: .*; remove it to go on from step {older}"
+    ):
         train(config, folder, cpu=True)
     with pytest.raises(ValueError, match="damaged"):
         load_run(folder)

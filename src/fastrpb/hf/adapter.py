@@ -1,0 +1,355 @@
+"""FastRPB on models that exist: a zero-initialised bias for every self-attention layer.
+
+Transformers' models fetch their attention function from an `AttentionInterface`. `attach` lays one
+of its own over that of the model's file: it hands out the same functions, and adds the bias of the
+layer that calls, if it has one. Masks, caches, SDPA and flash kernels stay as they are.
+"""
+
+import inspect
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from fastrpb import init
+from fastrpb.bias import FastRPB, FastRPB2d, Kind
+from fastrpb.checks import compute_dtype
+from fastrpb.files import read_tensors, write_tensors
+from fastrpb.init import Init
+
+TEXT = (
+    *("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert"),
+    *("gpt2", "gpt_neox", "llama", "qwen2", "qwen3"),
+)
+IMAGE_PREFIX = {
+    "vit": 1,
+    "deit": 2,
+}  # tokens before the patches: CLS, and DeiT's distillation token
+SUPPORTED = (*TEXT, *IMAGE_PREFIX)
+
+FILE = "fastrpb.safetensors"
+_NAME = "fastrpb"  # of the bias in its attention layer
+_IMPLEMENTATIONS = (
+    *("eager", "sdpa"),
+    *("flash_attention_2", "flash_attention_3", "flash_attention_4"),
+)
+
+
+def attach(
+    model: nn.Module,
+    max_length: int | None = None,
+    *,
+    kind: Kind | None = None,
+    init: Init = init.zero,
+    freeze: bool = False,
+) -> nn.Module:
+    """Add Y + W·V to every self-attention layer of `model`, in place; zero at first.
+
+    With `init.zero` the outputs are bit-identical until `w` is trained. Causal layers get causal
+    biases. With grouped-query attention each query head has weights of its own, over the values of
+    its group. The cost is that of `FastRPB`; a step of `generate()` with a cache takes O(length).
+
+    Args:
+        model: one of `fastrpb.hf.SUPPORTED`, also with PEFT's adapters in it.
+        max_length: the longest sequence, padding and generated tokens included. Default: the
+            `max_position_embeddings` of its config. Images: not given, their grid of patches is
+            known.
+        kind: images only, "additive" (the default) or "full": see `FastRPB2d`.
+        init: fills `w` (see `fastrpb.init`).
+        freeze: leave only the biases trainable. Else nothing else changes.
+
+    Returns:
+        The model.
+
+    >>> import torch
+    >>> from transformers import BertConfig, BertModel
+    >>> sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    >>> model = BertModel(BertConfig(vocab_size=9, intermediate_size=16, **sizes)).eval()
+    >>> tokens = torch.randint(9, (2, 30))
+    >>> before = model(tokens).last_hidden_state
+    >>> model = attach(model, max_length=64)
+    >>> torch.equal(model(tokens).last_hidden_state, before)
+    True
+    """
+    base = _pretrained(model)
+    if any(biases(base)):
+        raise ValueError("the model has biases already; detach(model) them first")
+    layers = _layers(base)
+    new = [_bias(base.config, layer, max_length, kind, init) for layer in layers]
+    if freeze:
+        model.requires_grad_(False)
+    for layer, bias in zip(layers, new, strict=True):
+        layer.add_module(_NAME, bias.to(_device(layer), _dtype(layer)))
+        _overlay(layer)
+    return model
+
+
+def detach(model: nn.Module) -> nn.Module:
+    """Take the biases off again, in place: the model is what it was before `attach`.
+
+    What `freeze=True` froze stays frozen.
+    """
+    for layer in _biased(model):
+        delattr(layer, _NAME)
+    return model
+
+
+def biases(model: nn.Module) -> list[FastRPB | FastRPB2d]:
+    """The attached biases, one a layer in the model's order."""
+    return [getattr(layer, _NAME) for layer in _biased(model)]
+
+
+def save(model: nn.Module, folder: str | os.PathLike) -> Path:
+    """Write the biases, and nothing of the model, into FOLDER/fastrpb.safetensors, atomically.
+
+    About heads × (2·max_length - 1) numbers a layer; half of that where it is causal.
+
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> config = GPT2Config(vocab_size=9, n_embd=16, n_layer=2, n_head=2)
+    >>> model, folder = attach(GPT2Model(config), max_length=64), getfixture("tmp_path")
+    >>> save(model, folder).name
+    'fastrpb.safetensors'
+    >>> other = load(GPT2Model(config), folder)
+    >>> [tuple(bias.w.shape) for bias in biases(other)]
+    [(2, 64), (2, 64)]
+    >>> biases(detach(other))
+    []
+    """
+    attached = biases(model)
+    if not attached:
+        raise ValueError("the model has no biases to save; attach(model, ...) them first")
+    first = attached[0]
+    settings: dict = {"model_type": _pretrained(model).config.model_type}
+    if isinstance(first, FastRPB2d):
+        settings["kind"] = first.kind
+    else:
+        settings["max_length"] = first.max_length
+    path = Path(folder) / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    weights = {f"{i}.w": bias.w.detach() for i, bias in enumerate(attached)}
+    write_tensors(weights, path, {"fastrpb": json.dumps(settings)})
+    return path
+
+
+def load(model: nn.Module, folder: str | os.PathLike, *, freeze: bool = False) -> nn.Module:
+    """Attach the biases that `save` wrote to a model of the same shape, in place."""
+    path = Path(folder)
+    path = path / FILE if path.is_dir() else path
+    weights, meta = read_tensors(path)
+    try:
+        settings = json.loads(meta["fastrpb"])
+        model_type = settings.pop("model_type")
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{path} holds no biases of fastrpb: its metadata are {meta}") from None
+    attach(model, **settings, freeze=freeze)
+    mine = {f"{i}.w": bias.w for i, bias in enumerate(biases(model))}
+    saved, here = ({key: tuple(w.shape) for key, w in x.items()} for x in (weights, mine))
+    if saved != here:
+        detach(model)
+        raise ValueError(
+            f"{path} holds biases of a {model_type} of {_shapes(saved)}; this model has "
+            f"{_shapes(here)}"
+        )
+    with torch.no_grad():
+        for key, w in mine.items():
+            w.copy_(weights[key])
+    return model
+
+
+def _shapes(shapes: dict[str, tuple[int, ...]]) -> str:
+    sizes = " or ".join(dict.fromkeys("×".join(map(str, shape)) for shape in shapes.values()))
+    return f"{len(shapes)} layers with w of {sizes}"
+
+
+def _pretrained(model: nn.Module) -> PreTrainedModel:
+    """The Transformers model itself, also from within a PEFT model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"attach to a Transformers model, not to {type(model).__name__}")
+    base = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    if base is None:
+        raise TypeError(
+            f"{type(model).__name__} holds no Transformers model; in your own model, add "
+            "FastRPB(...)(v) to the output of its attention"
+        )
+    if base.config.model_type not in SUPPORTED:
+        raise ValueError(
+            f"cannot attach to {base.config.model_type!r} models; supported are "
+            f"{', '.join(SUPPORTED)}"
+        )
+    return base
+
+
+def _layers(base: PreTrainedModel) -> list[nn.Module]:
+    """The self-attention layers: what asks the interface for a function, but cross-attention."""
+    layers = [
+        module
+        for module in base.modules()
+        if {"ALL_ATTENTION_FUNCTIONS", "get_interface"} <= {*_source(module).__code__.co_names}
+        and "Cross" not in type(module).__name__
+        and not getattr(module, "is_cross_attention", False)
+    ]
+    if not layers:
+        raise ValueError(
+            f"{type(base).__name__} has no attention layers that use Transformers' attention "
+            f"interface in transformers {transformers.__version__}; attach needs 5.1 or later"
+        )
+    return layers
+
+
+def _biased(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if _NAME in module._modules]
+
+
+def _source(module: nn.Module) -> Callable:
+    return inspect.unwrap(type(module).forward)
+
+
+def _device(layer: nn.Module) -> torch.device:
+    """Where the layer computes; what accelerate has offloaded is on no device meanwhile."""
+    device = next(layer.parameters()).device
+    hooks = (getattr(module, "_hf_hook", None) for module in layer.modules())
+    placed = (getattr(hook, "execution_device", None) for hook in hooks)
+    return device if device.type != "meta" else next((d for d in placed if d is not None), device)
+
+
+def _dtype(layer: nn.Module) -> torch.dtype:
+    """That of the layer; a quantised one has none."""
+    return next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _bias(
+    config, layer: nn.Module, max_length: int | None, kind: Kind | None, init: Init
+) -> FastRPB | FastRPB2d:
+    heads = config.num_attention_heads
+    if config.model_type in IMAGE_PREFIX:
+        if max_length is not None:
+            raise ValueError(
+                f"the patches of a {config.model_type} image are known; leave max_length out"
+            )
+        height, width = (
+            image // patch
+            for image, patch in zip(_pair(config.image_size), _pair(config.patch_size), strict=True)
+        )
+        prefix = IMAGE_PREFIX[config.model_type]
+        return FastRPB2d(heads, height, width, kind=kind or "additive", prefix=prefix, init=init)
+    if kind is not None:
+        raise ValueError(f"kind={kind!r} is for images; {config.model_type} reads sequences")
+    if getattr(config, "reorder_and_upcast_attn", False):
+        raise ValueError("reorder_and_upcast_attn=True goes around the attention interface")
+    length = config.max_position_embeddings if max_length is None else max_length
+    causal = layer.is_causal and getattr(config, "is_causal", True)
+    return FastRPB(heads, length, causal=bool(causal), init=init)
+
+
+def _pair(size) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+class _Overlay(AttentionInterface):
+    """The attention functions of a model's file; the bias of the layer that calls is added."""
+
+    def __init__(self, below: AttentionInterface):
+        super().__init__()
+        self.below = below
+
+    def get_interface(self, attn_implementation: str, default: Callable) -> Callable:
+        function = self.below.get_interface(attn_implementation, default)
+        return partial(_attention, attn_implementation, function)
+
+
+def _overlay(layer: nn.Module) -> None:
+    """Lay an `_Overlay` over the interface in the file of this layer, once."""
+    names = _source(layer).__globals__
+    if not isinstance(names["ALL_ATTENTION_FUNCTIONS"], _Overlay):
+        names["ALL_ATTENTION_FUNCTIONS"] = _Overlay(names["ALL_ATTENTION_FUNCTIONS"])
+
+
+def _attention(
+    implementation: str,
+    function: Callable,
+    layer: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **settings,
+) -> tuple[Tensor, Tensor | None]:
+    """What the interface asks for: (batch, length, heads, dim), and the weights or None."""
+    bias = layer._modules.get(_NAME)
+    if not isinstance(bias, FastRPB | FastRPB2d):
+        return function(layer, query, key, value, attention_mask, **settings)
+    if implementation not in _IMPLEMENTATIONS:
+        raise ValueError(
+            f"biases do not go with attn_implementation={implementation!r}; use one of "
+            f"{', '.join(_IMPLEMENTATIONS)}"
+        )
+    if settings.get("cu_seq_lens_q") is not None or settings.get("cache") is not None:
+        raise ValueError("biases do not go with sequences packed into one row; pad them instead")
+    output, weights = function(layer, query, key, value, attention_mask, **settings)
+    value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    if implementation == "sdpa" and attention_mask is None and query.shape[2] > 1:
+        value = value[:, :, : query.shape[2]]  # the slots of a static cache that are empty yet
+    y = _term(bias, value, query.shape[2], attention_mask)
+    return output + y.transpose(1, 2).to(output.dtype), weights
+
+
+def _term(
+    bias: FastRPB | FastRPB2d, v: Tensor, queries: int, attention_mask: Tensor | None
+) -> Tensor:
+    """W·v for the last `queries` of the tokens so far."""
+    n = v.shape[-2]
+    keep = None if attention_mask is None else _keep(attention_mask, bias).expand(len(v), n)
+    if queries == n or isinstance(bias, FastRPB2d):
+        return bias(v, keep)
+    positions = torch.arange(n - queries, n, device=v.device)
+    if keep is not None:
+        positions = _positions(keep, queries)
+        v = v.masked_fill(~keep[:, None, :, None], 0)
+    dtype = compute_dtype(bias.w, v)
+    rows = bias.weights(n)[:, torch.arange(n, device=v.device) - positions[:, None] + n - 1]
+    with torch.autocast(v.device.type, enabled=False):
+        return rows.to(dtype) @ v.to(dtype)
+
+
+def _keep(mask: Tensor, bias: FastRPB | FastRPB2d) -> Tensor:
+    """Which keys are no padding, (batch, N), of a mask (batch, N) or (batch, 1, M, N).
+
+    The last query sees all of them. One mask goes to all layers: it is looked into once.
+    """
+    if mask.dim() == 2:
+        return mask.bool()
+    known = getattr(mask, "_fastrpb_keep", None)
+    if known is not None:
+        return known
+    visible = mask if mask.dtype == torch.bool else mask == 0
+    keep = visible[:, 0, -1]
+    if not torch.compiler.is_compiling():
+        expected = keep[:, None, None]
+        if isinstance(bias, FastRPB) and bias.causal:
+            order = torch.arange(mask.shape[-1], device=mask.device)
+            expected = expected & (order <= _positions(keep, mask.shape[-2])[:, None])
+        # Some versions let queries that are padding see everything, since NaN comes of nothing.
+        padding = ~expected.any(-1) & visible.all(-1)
+        if ((visible != expected).any(-1) & ~padding).any():
+            raise ValueError(
+                "biases know padding and causal order, but this attention mask hides other keys "
+                "too (packed sequences, a window or a mask of your own)"
+            )
+        mask._fastrpb_keep = keep  # pyright: ignore[reportAttributeAccessIssue]
+    return keep
+
+
+def _positions(keep: Tensor, queries: int) -> Tensor:
+    """Where the queries stand among the keys: they end where the last key is that counts.
+
+    A static cache has empty slots after it.
+    """
+    n = keep.shape[-1]
+    order = torch.arange(n, device=keep.device)
+    return order if queries == n else order[:queries] + (keep.any(0) * order).max() - queries + 1

@@ -1,0 +1,462 @@
+"""The models of `fastrpb.hf` in Transformers' own tools: Trainer, pipeline, generate and so on."""
+
+import json
+import shutil
+import types
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+from fastrpb import Classifier, LanguageModel
+from fastrpb.hf import (
+    FastRPBCache,
+    FastRPBConfig,
+    FastRPBForCausalLM,
+    FastRPBForMaskedLM,
+    FastRPBForSequenceClassification,
+    FastRPBModel,
+)
+
+N = 150
+SMALL = {
+    "vocab_size": 30,
+    "max_position_embeddings": N,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_features": 8,
+    "realizations": 4,
+    "dropout": 0.0,
+    "pad_token_id": 0,
+}
+HEADS = {
+    AutoModel: FastRPBModel,
+    AutoModelForSequenceClassification: FastRPBForSequenceClassification,
+    AutoModelForMaskedLM: FastRPBForMaskedLM,
+    AutoModelForCausalLM: FastRPBForCausalLM,
+}
+
+
+def config(**changes):
+    return FastRPBConfig(**{**SMALL, **changes})
+
+
+def causal(**changes):
+    torch.manual_seed(0)
+    model = FastRPBForCausalLM(config(causal=True, **changes)).eval()
+    for p in model.parameters():  # at its beginning, a model says the same token again and again
+        torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
+def tokens(batch=3, length=20):
+    return torch.randint(3, 30, (batch, length))
+
+
+def first(output):
+    return output.logits if "logits" in output else output.last_hidden_state
+
+
+@pytest.mark.parametrize("auto", HEADS)
+@pytest.mark.parametrize("size", ["50GB", "5KB"])
+def test_save_and_load_by_the_auto_classes(auto, size, tmp_path):
+    model = auto.from_config(config(causal=auto is AutoModelForCausalLM)).eval()
+    assert type(model) is HEADS[auto]
+    model.save_pretrained(tmp_path, max_shard_size=size)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1 if size == "50GB" else 3
+    other = auto.from_pretrained(tmp_path)
+    assert type(other) is type(model)
+    assert not other.training
+    x = tokens()
+    assert torch.equal(first(other(x)), first(model(x)))
+    assert AutoConfig.from_pretrained(tmp_path).model_config == model.config.model_config
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"position": "sinespe"},
+        {"position": "convspe"},
+        {"position": "fastrpb2d", "image": (10, 15), "bias_kind": "full"},
+        {"attention": "softmax", "position": "rpe"},
+        {"attention": "softmax", "position": "alibi"},
+        {"features": "favor", "absolute": "sinusoidal"},
+        {"features": "favor", "absolute": "sinusoidal", "dtype": torch.bfloat16},
+    ],
+)
+def test_every_part_comes_back_as_it_was(changes, tmp_path):
+    dtype = {"dtype": changes.pop("dtype", torch.float32)}
+    model = FastRPBModel(config(**changes)).to(**dtype).eval()
+    model.save_pretrained(tmp_path)
+    other = FastRPBModel.from_pretrained(tmp_path, **dtype)
+    x = tokens(2, N)
+    results = []
+    for m in (model, other):
+        torch.manual_seed(1)
+        results.append(m(x).last_hidden_state)
+    assert results[0].dtype == dtype["dtype"]
+    torch.testing.assert_close(
+        *results, rtol=0, atol=0 if dtype["dtype"] == torch.float32 else 0.05
+    )
+
+
+def test_weights_that_are_missing_begin_as_new_ones_do(tmp_path):
+    FastRPBModel(config()).save_pretrained(tmp_path)
+    model = FastRPBForSequenceClassification.from_pretrained(tmp_path, num_labels=5)
+    assert model(tokens()).logits.shape == (3, 5)
+    assert model.head[0].weight.std() > 0.01
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {key: x for key, x in weights.items() if "blocks" in key and "bias.w" not in key}
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    fresh = FastRPBModel.from_pretrained(tmp_path)
+    assert all(torch.equal(x, fresh.state_dict()[key]) for key, x in kept.items())
+    assert torch.equal(fresh.encoder.cls, torch.zeros(16))
+    assert 0.015 < fresh.encoder.embedding.weight.std() < 0.025
+    norm = fresh.encoder.blocks[0].attention.bias.w.norm(dim=-1)
+    torch.testing.assert_close(norm, torch.ones(2))
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_they_are_the_models_of_this_package(pooling):
+    model = FastRPBForSequenceClassification(config(num_labels=4, pooling=pooling)).eval()
+    plain = Classifier(model.config.model_config).eval()
+    weights = {key.removeprefix("model."): x for key, x in model.state_dict().items()}
+    plain.load_state_dict(weights)
+    x = tokens()
+    mask = torch.arange(20) < torch.tensor([[20], [9], [15]])
+    torch.testing.assert_close(model(x, mask.long()).logits, plain(x, mask))
+    language = causal()
+    plain = LanguageModel(language.config.model_config).eval()
+    weights = {key.removeprefix("model."): x for key, x in language.state_dict().items()}
+    plain.load_state_dict({key: x for key, x in weights.items() if key != "lm_head.weight"})
+    torch.testing.assert_close(language(x).logits, plain(x))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("make", [lambda: FastRPBModel(config()).eval(), lambda: causal().model])
+def test_padding_leaves_no_trace(make, side):
+    model, x = make(), tokens()
+    space = (6, 0) if side == "left" else (0, 6)
+    short = x[:1, :14]
+    mask = torch.cat([pad(torch.ones(1, 14), space), torch.ones(2, 20)]).long()
+    batch = torch.cat([pad(short, space), x[1:]])
+    output, alone = model(batch, mask), model(short)
+    here = slice(6, None) if side == "left" else slice(14)
+    for a, b in (
+        (output.last_hidden_state[:1, here], alone.last_hidden_state),
+        (output.pooler_output[:1], alone.pooler_output),
+        (output.last_hidden_state[1:], model(x[1:]).last_hidden_state),
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("features", ["sikf", "elu1", "favor"])
+@pytest.mark.parametrize("position", ["fastrpb", "none"])
+@pytest.mark.parametrize("length", [5, 70])
+def test_generation_from_the_stream_equals_recomputing(features, position, length):
+    model = causal(features=features, position=position)
+    x = tokens(3, length)
+    mask = torch.ones_like(x)
+    x[0, :3], mask[0, :3] = 0, 0
+    settings = {"attention_mask": mask, "max_new_tokens": 70, "do_sample": False}
+    wanted = model.generate(x, use_cache=False, **settings)
+    got = model.generate(x, **settings, return_dict_in_generate=True)
+    assert isinstance(got.past_key_values, FastRPBCache)
+    assert got.past_key_values.get_seq_length() == length + 69
+    assert torch.equal(got.sequences, wanted)
+    assert len(set(wanted[0, length:].tolist())) > 2
+    alone = model.generate(x[:1, 3:], max_new_tokens=70, do_sample=False)
+    assert torch.equal(alone[0], wanted[0, 3:])
+
+
+def test_beams_and_samples_take_their_streams_along():
+    model, x = causal(), tokens(2, 9)
+    common = {"max_new_tokens": 30, "num_beams": 4, "do_sample": False, "num_return_sequences": 2}
+    wanted = model.generate(x, use_cache=False, **common)
+    assert torch.equal(model.generate(x, **common), wanted)
+    results = []
+    for cached in (True, False):
+        torch.manual_seed(0)
+        results.append(
+            model.generate(
+                x, use_cache=cached, max_new_tokens=20, do_sample=True, num_return_sequences=3
+            )
+        )
+    assert torch.equal(*results)
+
+
+def test_a_conversation_goes_on_from_its_cache():
+    model, x = causal(), tokens(2, 30)
+    begun = model.generate(
+        x[:, :10], max_new_tokens=5, do_sample=False, return_dict_in_generate=True
+    )
+    later = torch.cat([begun.sequences, x[:, 10:]], 1)
+    got = model.generate(
+        later, past_key_values=begun.past_key_values, max_new_tokens=5, do_sample=False
+    )
+    assert torch.equal(
+        got, model.generate(later, use_cache=False, max_new_tokens=5, do_sample=False)
+    )
+
+
+def test_the_cache_by_hand():
+    model, x = causal(), tokens(2, 10)
+    whole = model(x).logits
+    cache = model(x[:, :6], use_cache=True).past_key_values
+    assert len(cache) == 2
+    assert cache.get_mask_sizes(4, 0) == (10, 0)
+    cache.batch_repeat_interleave(2)
+    later = model(x[:, 6:].repeat_interleave(2, 0), past_key_values=cache).logits
+    torch.testing.assert_close(later, whole[:, 6:].repeat_interleave(2, 0), rtol=1e-4, atol=1e-4)
+    kept = model(x, logits_to_keep=1).logits
+    torch.testing.assert_close(kept, whole[:, -1:])
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert not cache.is_croppable
+    with pytest.raises(ValueError, match="cannot forget"):
+        cache.crop(1)
+
+
+@pytest.mark.parametrize("changes", [{"attention": "softmax"}, {"position": "rope"}])
+def test_models_that_do_not_stream_generate_all_the_same(changes):
+    model, x = causal(**changes), tokens(2, 9)
+    mask = torch.ones_like(x)
+    x[0, :3], mask[0, :3] = 0, 0
+    got = model.generate(x, attention_mask=mask, max_new_tokens=9, do_sample=False)
+    for n in range(9, 18):
+        keep = pad(mask, (0, n - 9), value=1)
+        logits = model(got[:, :n], keep).logits[:, -1]
+        assert torch.equal(logits.argmax(-1), got[:, n])
+    with pytest.raises(ValueError, match=r"has a cache, not .*; pass use_cache=False"):
+        model(x, use_cache=True)
+
+
+def test_gradient_checkpointing_changes_nothing():
+    x, gradients = tokens(), []
+    for checkpointing in (False, True):
+        model = causal().train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+            assert model.is_gradient_checkpointing
+        model(x, labels=x).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+    with_cache = causal().train()
+    with_cache(x, labels=x, use_cache=True).loss.backward()
+    for a, p in zip(gradients[0], with_cache.parameters(), strict=True):
+        torch.testing.assert_close(a, p.grad)
+
+
+@pytest.mark.parametrize("where", ["cpu", "auto", "disk"])
+def test_device_map(where, tmp_path):
+    model = causal()
+    model.save_pretrained(tmp_path)
+    places = {"": "cpu"} if where == "cpu" else where
+    if where == "disk":
+        names = ("embedding", "positions", "dropout", "norm", "blocks.0")
+        places = {f"model.encoder.{name}": "cpu" for name in names} | {
+            "lm_head": "cpu",
+            "model.encoder.blocks.1": "disk",
+        }
+    other = AutoModelForCausalLM.from_pretrained(
+        tmp_path, device_map=places, offload_folder=tmp_path / "offload"
+    )
+    x = tokens()
+    torch.testing.assert_close(other(x).logits, model(x).logits)
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(other.generate(x, **settings), model.generate(x, **settings))
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtype(dtype, name, tmp_path):
+    model = causal()
+    model.save_pretrained(tmp_path)
+    other = AutoModelForCausalLM.from_pretrained(tmp_path, **{name: dtype})
+    assert {p.dtype for p in other.parameters()} == {dtype}
+    x = tokens()
+    assert other(x).logits.dtype == dtype
+    cached = other.generate(x, max_new_tokens=5, do_sample=False)
+    assert cached.shape == (3, 25)
+
+
+@pytest.mark.parametrize("model", HEADS.values())
+def test_outputs_in_the_forms_users_ask_for(model):
+    model = model(config(causal=model is FastRPBForCausalLM)).eval()
+    x = tokens()
+    output = model(x, output_hidden_states=True)
+    assert [h.shape for h in output.hidden_states] == [(3, 20, 16)] * 3
+    as_tuple = model(x, return_dict=False)
+    assert torch.equal(as_tuple[0], first(output))
+    embedded = model(inputs_embeds=model.get_input_embeddings()(x))
+    torch.testing.assert_close(first(embedded), first(output))
+    model.resize_token_embeddings(40)
+    assert model.config.vocab_size == 40
+    assert model(torch.full((1, 5), 39)) is not None
+
+
+def test_position_ids_may_be_given():
+    model, x = causal(), tokens()
+    there = model(x, position_ids=torch.arange(20).expand(3, -1) + 7).logits
+    torch.testing.assert_close(
+        model(x, position_ids=torch.arange(20).expand(3, -1)).logits, model(x).logits
+    )
+    assert (there - model(x).logits).abs().max() > 1e-3
+
+
+def test_masked_language_model_learns():
+    torch.manual_seed(0)
+    model = FastRPBForMaskedLM(config())
+    x = torch.arange(20).remainder(5).add(3).expand(4, -1)
+    hidden = torch.rand(4, 20) < 0.3
+    labels = torch.where(hidden, x, -100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        loss = model(x.masked_fill(hidden, 2), labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def tokenizer():
+    words = ["[PAD]", "[UNK]", "good", "bad", *(f"word{i}" for i in range(20))]
+    core = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="[PAD]", unk_token="[UNK]")
+
+
+def reviews(count):
+    generator = torch.Generator().manual_seed(0)
+    for i in range(count):
+        fill = torch.randint(20, (i % 7 + 3,), generator=generator).tolist()
+        words = [f"word{j}" for j in fill]
+        words.insert(i % 3, "bad" if i % 2 else "good")
+        yield " ".join(words), i % 2
+
+
+def test_trainer_and_pipeline(tmp_path):
+    coder = tokenizer()
+    data = [{**coder(text), "labels": label} for text, label in reviews(64)]
+    model = FastRPBForSequenceClassification(
+        config(id2label={0: "GOOD", 1: "BAD"}, label2id={"GOOD": 0, "BAD": 1})
+    )
+    arguments = TrainingArguments(
+        output_dir=tmp_path / "run",
+        num_train_epochs=12,
+        per_device_train_batch_size=16,
+        learning_rate=5e-3,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        load_best_model_at_end=True,
+        gradient_checkpointing=True,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = Trainer(
+        model, arguments, train_dataset=data, eval_dataset=data[:16], processing_class=coder
+    )
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < 0.1
+    trainer.save_model(tmp_path / "best")
+    classify = pipeline("text-classification", model=tmp_path / "best", device="cpu")
+    texts, labels = zip(*reviews(10), strict=True)
+    answers = classify(list(texts), batch_size=4)
+    assert [answer["label"] for answer in answers] == [("GOOD", "BAD")[i] for i in labels]
+
+
+def test_text_generation_pipeline():
+    model = causal(vocab_size=24)
+    answers = pipeline("text-generation", model=model, tokenizer=tokenizer(), device="cpu")(
+        ["good word1", "word2 word3 word4"], max_new_tokens=4, do_sample=False
+    )
+    assert len(answers) == 2
+
+
+def test_push_to_hub(tmp_path, monkeypatch):
+    """The whole code path of Transformers; a folder stands in for the Hub's two calls."""
+
+    class Folder:
+        def create_repo(self, repo_id, **kwargs):
+            (tmp_path / repo_id).mkdir(parents=True)
+            return types.SimpleNamespace(repo_id=repo_id)
+
+        def create_commit(self, repo_id, operations, **kwargs):
+            for operation in operations:
+                shutil.copy(operation.path_or_fileobj, tmp_path / repo_id / operation.path_in_repo)
+
+    monkeypatch.setattr("transformers.utils.hub.hf_api", Folder)
+    monkeypatch.setattr(
+        "transformers.utils.hub.create_and_tag_model_card",
+        lambda *_, **__: types.SimpleNamespace(save=lambda path: None),
+    )
+    model = FastRPBForSequenceClassification(config(num_labels=3)).eval()
+    model.push_to_hub("someone/model")
+    other = AutoModelForSequenceClassification.from_pretrained(tmp_path / "someone/model")
+    x = tokens()
+    assert torch.equal(other(x).logits, model(x).logits)
+    assert (
+        json.loads((tmp_path / "someone/model/config.json").read_text())["model_type"] == "fastrpb"
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: config(position="rpe"), ValueError, "adds to the logits of softmax"),
+        (lambda: config(hidden_size=15), ValueError, "heads=2 must divide the width 15"),
+        (lambda: config(causal=True, pooling="cls"), ValueError, "CLS token comes first"),
+        (lambda: FastRPBForCausalLM(config()), ValueError, "looks back only; it needs causal=True"),
+        (
+            lambda: FastRPBForMaskedLM(config(causal=True)),
+            ValueError,
+            "looks both ways; it needs causal=False",
+        ),
+        (lambda: FastRPBModel(config())(None), ValueError, "one of input_ids and inputs_embeds"),
+        (
+            lambda: FastRPBModel(config())(tokens(1, N + 1)),
+            ValueError,
+            f"{N + 1} tokens exceed max_length={N}",
+        ),
+        (
+            lambda: FastRPBModel(config())(tokens(), torch.ones(3, 19)),
+            ValueError,
+            r"with length 20, .* got \(3, 19\)",
+        ),
+        (
+            lambda: causal()(tokens(), past_key_values=transformers.DynamicCache()),
+            TypeError,
+            "must be a FastRPBCache, got DynamicCache",
+        ),
+        (
+            lambda: causal().generate(tokens(1, 140), max_new_tokens=20, do_sample=False),
+            ValueError,
+            "tokens exceed max_length=150",
+        ),
+    ],
+)
+def test_mistakes_get_one_sentence(call, error, words):
+    with pytest.raises(error, match=words):
+        call()

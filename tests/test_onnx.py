@@ -1,0 +1,128 @@
+"""ONNX files in onnxruntime give what PyTorch gives, at batches and lengths not traced."""
+
+import subprocess
+import sys
+
+import onnxruntime
+import pytest
+import torch
+
+from fastrpb import Classifier, LanguageModel, ModelConfig, PairClassifier, save_model
+from fastrpb.onnx import export
+
+SMALL = {
+    "vocab_size": 11,
+    "max_length": 60,
+    "num_classes": 3,
+    "dim": 12,
+    "layers": 1,
+    "heads": 2,
+    "num_features": 8,
+    "bias_init": "normal",
+}
+LANGUAGE = {"causal": True, "pooling": "mean"}
+IMAGE = {"position": "fastrpb2d", "image": (6, 10)}
+
+
+def run(session, names, inputs):
+    (y,) = session.run(None, {n: x.numpy() for n, x in zip(names, inputs, strict=True)})
+    return torch.from_numpy(y)
+
+
+def batch(size, length):
+    lengths = torch.randint(1, length + 1, (size, 1))
+    return torch.randint(11, (size, length)), torch.arange(length) < lengths
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (Classifier, {}),
+        (Classifier, {"filters": 4, "features": "favor", "absolute": "none", "pooling": "mean"}),
+        (Classifier, {"attention": "softmax", **IMAGE, "bias_kind": "full"}),
+        (LanguageModel, LANGUAGE),
+        (LanguageModel, {**LANGUAGE, "features": "elu1", "position": "rope"}),
+    ],
+)
+def test_onnxruntime_gives_what_pytorch_gives(kind, changes, tmp_path):
+    model = kind(ModelConfig(**{**SMALL, **changes})).eval()
+    torch.nn.init.normal_(model.encoder.embedding.weight)
+    session = onnxruntime.InferenceSession(export(model, tmp_path / "model.onnx"))
+    image = changes.get("position") == "fastrpb2d"
+    shape = ["batch", 60 if image else "length"]
+    assert [(x.name, x.shape) for x in session.get_inputs()] == [("tokens", shape), ("mask", shape)]
+    sizes = [(1, 60), (5, 60)] if image else [(1, 1), (2, 60), (5, 33), (1, 17)]
+    for size, length in sizes:
+        tokens, mask = batch(size, length)
+        with torch.no_grad():
+            wanted = model(tokens, mask)
+        got = run(session, ["tokens", "mask"], (tokens, mask))
+        seen = mask if kind is LanguageModel else torch.ones(size, dtype=torch.bool)
+        torch.testing.assert_close(got[seen], wanted[seen], rtol=1e-4, atol=1e-5)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_pairs_have_lengths_of_their_own(tmp_path):
+    model = PairClassifier(ModelConfig(**SMALL)).eval()
+    session = onnxruntime.InferenceSession(export(model, tmp_path / "model.onnx"))
+    names = ["first", "second", "first_mask", "second_mask"]
+    assert [x.name for x in session.get_inputs()] == names
+    (a, mask_a), (b, mask_b) = batch(3, 20), batch(3, 47)
+    inputs = (a, b, mask_a, mask_b)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            run(session, names, inputs), model(*inputs), rtol=1e-4, atol=1e-5
+        )
+
+
+def test_long_sequences_and_other_dtypes(tmp_path):
+    """The DFT keeps its precision, and no N×N matrix stands in the file."""
+    settings = {**SMALL, "max_length": 5000, "absolute": "none", "bias_init": "local"}
+    model = Classifier(ModelConfig(**settings)).eval()
+    session = onnxruntime.InferenceSession(export(model.bfloat16(), tmp_path / "model.onnx"))
+    tokens, mask = batch(2, 4999)
+    with torch.no_grad():
+        wanted = model.float()(tokens, mask)
+    got = run(session, ["tokens", "mask"], (tokens, mask))
+    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-4)
+    with pytest.raises(Exception, match="invalid index found, index = 5000"):
+        run(session, ["tokens", "mask"], batch(1, 5001))
+
+
+def command(*words):
+    code = "from fastrpb.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, "export", *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_command(tmp_path):
+    model = Classifier(ModelConfig(**SMALL)).eval()
+    (tmp_path / "run").mkdir()
+    save_model(model, tmp_path / "run" / "model.safetensors")
+    done = command(tmp_path / "run", tmp_path / "out.onnx")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "out.onnx" in done.stdout
+    session = onnxruntime.InferenceSession(tmp_path / "out.onnx")
+    tokens, mask = batch(3, 25)
+    with torch.no_grad():
+        wanted = model(tokens, mask)
+    got = run(session, ["tokens", "mask"], (tokens, mask))
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_mistakes_get_one_sentence(tmp_path):
+    failed = command(tmp_path / "nothing", tmp_path / "out.onnx")
+    assert failed.returncode == 2
+    assert failed.stderr == f"fastrpb: there is no file {tmp_path / 'nothing'}\n"
+    model = Classifier(ModelConfig(**SMALL, position="sinespe"))
+    with pytest.raises(ValueError, match="draws new random codes"):
+        export(model, tmp_path / "out.onnx")
+    with pytest.raises(TypeError, match=r"export one of Classifier, .* not Encoder"):
+        export(model.encoder, tmp_path / "out.onnx")
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        export(model, tmp_path / "nowhere" / "out.onnx")
+    assert not list(tmp_path.iterdir())
