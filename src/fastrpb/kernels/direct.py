@@ -1,0 +1,200 @@
+"""Y = W·V on tensor cores, the tiles of W made from w: the fastest way for a few 1000 positions.
+
+Each row of W is w shifted by one element. In a table of 8 copies of w, each shifted by one more,
+every row of a tile is a contiguous piece that starts at 16 bytes: loads are wide, and the rest is
+an ordinary product of matrices. O(MN) operations, one read and one write of V, a small table.
+
+The weights w (heads, K) are those of the distances first..first+K-1; tiles without any are skipped.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastrpb.kernels.layout import largest, unit
+
+PRODUCT = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
+LAGS = {"BT": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
+COPIES = 8
+PROGRAMS = 1024  # fill a large GPU several times
+
+
+@triton.jit
+def _shift(w, top, table, distances, first, zero, width, COPIES: tl.constexpr, BLOCK: tl.constexpr):
+    """table[h, r, x] = w_d at the distance d = x - zero - r, scaled to at most 1."""
+    h, r = tl.program_id(1), tl.program_id(2)
+    x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    j = x - zero - r - first
+    row = tl.load(w + h * distances + j, mask=(j >= 0) & (j < distances), other=0.0)
+    row = (row * unit(tl.load(top + h))).to(table.dtype.element_ty)
+    tl.store(table + (h * COPIES + r).to(tl.int64) * width + x, row, mask=x < width)
+
+
+@triton.jit
+def _product(
+    table,
+    top,
+    v,
+    y,
+    width,
+    zero,
+    first,
+    last,
+    n_in,
+    n_out,
+    columns,
+    vb,
+    vh,
+    vn,
+    yb,
+    yh,
+    yn,
+    DIM: tl.constexpr,
+    COPIES: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """A tile of Y: BM positions by BN columns, which run over (batch, dim)."""
+    tiles = tl.cdiv(n_out, BM)
+    start = tl.program_id(0) % tiles * BM
+    h = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) // tiles * BN + tl.arange(0, BN)
+    b, d = (c // DIM).to(tl.int64), c % DIM
+    row = tl.arange(0, BM)
+    k = tl.arange(0, BK)
+    row_at = row % COPIES * width - row // COPIES * COPIES
+    w_at = table + h * COPIES * width + zero - start + row_at[:, None] + k[None, :]
+    v_at = v + h * vh + (b * vb + d)[None, :]
+    inside = (c < columns)[None, :]
+    low = tl.maximum(start + first, 0) // BK * BK
+    high = tl.minimum(start + BM + last, n_in)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for m in tl.range(low, high, BK):
+        at = (m + k)[:, None]
+        v_tile = tl.load(v_at + at.to(tl.int64) * vn, mask=inside & (at < n_in), other=0.0)
+        acc = tl.dot(tl.load(w_at + m), v_tile, acc)
+    acc *= 1 / unit(tl.load(top + h))
+    n = (start + row)[:, None]
+    y_at = y + h * yh + n.to(tl.int64) * yn + (b * yb + d)[None, :]
+    tl.store(y_at, acc.to(y.dtype.element_ty), mask=inside & (n < n_out))
+
+
+def product(w: Tensor, v: Tensor, y: Tensor, first: int) -> None:
+    """y[n] = Σ_j w[j] · v[n+first+j]; v and y (batch, heads, ., dim) with contiguous dim."""
+    (batch, heads, n, dim), m = v.shape, y.shape[2]
+    tile = PRODUCT | ({"BN": 64} if batch * dim <= 64 else {})
+    padded = [triton.cdiv(x, 128) * 128 for x in (m, n)]
+    zero, width = padded[0], sum(padded) + 128  # loads past the last tile stay in the table
+    top = largest(w[None, :, :, None])
+    table = torch.empty(heads, COPIES, width, dtype=v.dtype, device=v.device)
+    _shift[triton.cdiv(width, 1024), heads, COPIES](
+        w, top, table, w.shape[1], first, zero, width, COPIES=COPIES, BLOCK=1024
+    )
+    grid = triton.cdiv(m, tile["BM"]) * triton.cdiv(batch * dim, tile["BN"]), heads
+    _product[grid](
+        table,
+        top,
+        v,
+        y,
+        width,
+        zero,
+        first,
+        first + w.shape[1] - 1,
+        n,
+        m,
+        batch * dim,
+        *v.stride()[:3],
+        *y.stride()[:3],
+        DIM=dim,
+        COPIES=COPIES,
+        **tile,
+    )
+
+
+@triton.jit
+def diagonals(tile, BT: tl.constexpr):
+    """The sums over t[r, r+j] and over t[r, r+j-BT], j < BT, of a BT×BT tile."""
+    r, j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    skewed = tl.gather(tile, (r + j) % BT, 1)
+    upper = tl.where(r + j < BT, skewed, 0.0)
+    return tl.sum(upper, 0), tl.sum(skewed - upper, 0)
+
+
+@triton.jit
+def _lags(
+    g,
+    v,
+    sums,
+    first_block,
+    n_out,
+    n_in,
+    columns,
+    share,
+    gb,
+    gh,
+    gn,
+    vb,
+    vh,
+    vn,
+    DIM: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Σ g[n]·v[n+d] over a share of the columns, d within one block of distances or the next.
+
+    Block by block, g·vᵀ of all pairs of positions that lie `delta` blocks apart.
+    """
+    delta = tl.program_id(0) + first_block
+    part = tl.program_id(1)
+    h = tl.program_id(2).to(tl.int64)
+    r, k = tl.arange(0, BT), tl.arange(0, BK)
+    low = tl.maximum(0, -delta)
+    blocks = tl.maximum(tl.minimum(tl.cdiv(n_out, BT), tl.cdiv(n_in, BT) - delta) - low, 0)
+    start = part * share
+    chunks = tl.cdiv(tl.minimum(share, columns - start), BK)
+    acc = tl.zeros((BT, BT), tl.float32)
+    for step in tl.range(0, chunks * blocks):
+        n = (low + step % blocks) * BT + r
+        m = n + delta * BT
+        c = start + step // blocks * BK + k
+        b, d = (c // DIM).to(tl.int64), c % DIM
+        g_at = g + h * gh + n[:, None].to(tl.int64) * gn + (b * gb + d)[None, :]
+        v_at = v + h * vh + m[:, None].to(tl.int64) * vn + (b * vb + d)[None, :]
+        inside = (c < columns)[None, :]
+        g_tile = tl.load(g_at, mask=inside & (n < n_out)[:, None], other=0.0)
+        v_tile = tl.load(v_at, mask=inside & (m < n_in)[:, None], other=0.0)
+        acc = tl.dot(g_tile, tl.trans(v_tile), acc)
+    upper, lower = diagonals(acc, BT)
+    out = sums + ((h * tl.num_programs(1) + part) * tl.num_programs(0) + tl.program_id(0)) * 2 * BT
+    tl.store(out + r, upper)
+    tl.store(out + BT + r, lower)
+
+
+def lags(g: Tensor, v: Tensor, first: int, distances: int) -> Tensor:
+    """dw[h, j] = Σ_n ⟨g[n], v[n+first+j]⟩ over batch and dim: (heads, distances) float32."""
+    (batch, heads, n, dim), m = v.shape, g.shape[2]
+    size, chunk = LAGS["BT"], LAGS["BK"]
+    first_block, last_block = first // size, (first + distances - 1) // size + 1
+    blocks, columns = last_block - first_block + 1, batch * dim
+    parts = max(1, min(triton.cdiv(columns, chunk), PROGRAMS // (blocks * heads)))
+    share = triton.cdiv(triton.cdiv(columns, parts), chunk) * chunk
+    sums = g.new_empty(heads, parts, blocks, 2, size, dtype=torch.float32)
+    _lags[blocks, parts, heads](
+        g,
+        v,
+        sums,
+        first_block,
+        m,
+        n,
+        columns,
+        share,
+        *g.stride()[:3],
+        *v.stride()[:3],
+        DIM=dim,
+        **LAGS,
+    )
+    upper, lower = sums.sum(1).unbind(2)
+    found = (upper[:, :-1] + lower[:, 1:]).flatten(1)
+    return found.narrow(1, first - first_block * size, distances)
