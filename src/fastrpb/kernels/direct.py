@@ -14,18 +14,21 @@ from torch import Tensor
 
 from fastrpb.kernels.layout import largest, unit
 
-PRODUCT = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
-LAGS = {"BT": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
+PRODUCT = {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 4}
+NARROW = {"BM": 128, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3}
+LAGS = {"BT": 128, "BK": 64, "num_warps": 4, "num_stages": 3}
 COPIES = 8
 PROGRAMS = 1024  # fill a large GPU several times
 
 
 @triton.jit
-def _shift(w, top, table, distances, first, zero, width, COPIES: tl.constexpr, BLOCK: tl.constexpr):
-    """table[h, r, x] = w_d at the distance d = x - zero - r, scaled to at most 1."""
+def _shift(
+    w, top, table, distances, first, sign, zero, width, COPIES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """table[h, r, x] = w_d at the distance d = sign·(x - zero - r), scaled to at most 1."""
     h, r = tl.program_id(1), tl.program_id(2)
     x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    j = x - zero - r - first
+    j = sign * (x - zero - r) - first
     row = tl.load(w + h * distances + j, mask=(j >= 0) & (j < distances), other=0.0)
     row = (row * unit(tl.load(top + h))).to(table.dtype.element_ty)
     tl.store(table + (h * COPIES + r).to(tl.int64) * width + x, row, mask=x < width)
@@ -81,17 +84,21 @@ def _product(
     tl.store(y_at, acc.to(y.dtype.element_ty), mask=inside & (n < n_out))
 
 
-def product(w: Tensor, v: Tensor, y: Tensor, first: int) -> None:
-    """y[n] = Σ_j w[j] · v[n+first+j]; v and y (batch, heads, ., dim) with contiguous dim."""
+def product(w: Tensor, v: Tensor, y: Tensor, first: int, *, sign: int = 1) -> None:
+    """y[n] = Σ_d w_d · v[n+sign·d]; v and y (batch, heads, ., dim) with contiguous dim."""
     (batch, heads, n, dim), m = v.shape, y.shape[2]
-    tile = PRODUCT | ({"BN": 64} if batch * dim <= 64 else {})
-    padded = [triton.cdiv(x, 128) * 128 for x in (m, n)]
-    zero, width = padded[0], sum(padded) + 128  # loads past the last tile stay in the table
-    top = largest(w[None, :, :, None])
-    table = torch.empty(heads, COPIES, width, dtype=v.dtype, device=v.device)
-    _shift[triton.cdiv(width, 1024), heads, COPIES](
-        w, top, table, w.shape[1], first, zero, width, COPIES=COPIES, BLOCK=1024
+    tile = PRODUCT if batch * dim > 64 else NARROW
+    size = tile["BM"]
+    zero = triton.cdiv(m, size) * size
+    width = zero + triton.cdiv(n, size) * size + size  # loads past the last tile stay inside
+    # With a copy for each row of a tile it is a plain piece of a matrix: faster, if that is small.
+    copies = size if heads * size * width * 3 <= v.numel() else COPIES
+    top = largest(w)
+    table = torch.empty(heads, copies, width, dtype=v.dtype, device=v.device)
+    _shift[triton.cdiv(width, 1024), heads, copies](
+        w, top, table, w.shape[1], first, sign, zero, width, COPIES=copies, BLOCK=1024
     )
+    low, high = sorted((sign * first, sign * (first + w.shape[1] - 1)))
     grid = triton.cdiv(m, tile["BM"]) * triton.cdiv(batch * dim, tile["BN"]), heads
     _product[grid](
         table,
@@ -100,15 +107,15 @@ def product(w: Tensor, v: Tensor, y: Tensor, first: int) -> None:
         y,
         width,
         zero,
-        first,
-        first + w.shape[1] - 1,
+        low,
+        high,
         n,
         m,
         batch * dim,
         *v.stride()[:3],
         *y.stride()[:3],
         DIM=dim,
-        COPIES=COPIES,
+        COPIES=copies,
         **tile,
     )
 
@@ -173,7 +180,7 @@ def _lags(
 
 
 def lags(g: Tensor, v: Tensor, first: int, distances: int) -> Tensor:
-    """dw[h, j] = Σ_n ⟨g[n], v[n+first+j]⟩ over batch and dim: (heads, distances) float32."""
+    """dw_d = Σ_n ⟨g[n], v[n+d]⟩ over batch and dim: (heads, distances) float32, from `first` on."""
     (batch, heads, n, dim), m = v.shape, g.shape[2]
     size, chunk = LAGS["BT"], LAGS["BK"]
     first_block, last_block = first // size, (first + distances - 1) // size + 1

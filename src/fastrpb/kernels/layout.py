@@ -20,46 +20,18 @@ def unit(largest):
     return tl.exp2(-exponent) + (largest - largest)
 
 
-@triton.jit
-def _largest(
-    x, out, heads, length, sb, sh, sn, DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """out[b, h] = max |x[b, h]| by its bits, which are ordered like the numbers."""
-    b, h = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    n = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    d = tl.arange(0, COLUMNS)[None, :]
-    inside = (n < length) & (d < DIM)
-    block = tl.load(x + b * sb + h * sh + n * sn + d, mask=inside, other=0.0).to(tl.float32)
-    bits = tl.abs(block).to(tl.int32, bitcast=True)
-    tl.atomic_max(out + b * heads + h, tl.max(tl.max(bits, 1), 0))
-
-
 def largest(x: Tensor) -> Tensor:
-    """(batch, heads) float32: the largest |x| of each; NaN where there is one."""
-    batch, heads, length, dim = x.shape
-    out = x.new_zeros(batch, heads, dtype=torch.float32)
-    columns = triton.next_power_of_2(dim)
-    rows = max(1, 16384 // columns)
-    _largest[triton.cdiv(length, rows), batch, heads](
-        x,
-        out.view(torch.int32),
-        heads,
-        length,
-        *x.stride()[:3],
-        DIM=dim,
-        ROWS=rows,
-        COLUMNS=columns,
-        num_warps=8,
-    )
-    return out
+    """The largest |x| of each head, float32: (heads,) of weights, (batch, heads) of values."""
+    axes = (-1,) if x.dim() == 2 else (-2, -1)
+    return torch.linalg.vector_norm(x, torch.inf, dim=axes, dtype=torch.float32)
 
 
 @triton.jit
-def _copy(src, dst, batch, inner, sb, si, sj, db, di, dj, BLOCK: tl.constexpr):
+def _copy(src, dst, batch, inner, sb, si, sj, db, di, dj, BB: tl.constexpr, BJ: tl.constexpr):
     """dst[b, i, j] = src[b, i, j] in tiles of b and j, either side along its contiguous axis."""
     i = tl.program_id(1).to(tl.int64)
-    b = (tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
-    j = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[None, :]
+    b = (tl.program_id(2) * BB + tl.arange(0, BB)).to(tl.int64)[:, None]
+    j = (tl.program_id(0) * BJ + tl.arange(0, BJ)).to(tl.int64)[None, :]
     inside = (b < batch) & (j < inner)
     tile = tl.load(src + b * sb + i * si + j * sj, mask=inside)
     tl.store(dst + b * db + i * di + j * dj, tile, mask=inside)
@@ -70,7 +42,7 @@ def _swap(src: Tensor, dst: Tensor) -> None:
     batch, outer, inner = src.shape
     block = 64
     grid = triton.cdiv(inner, block), outer, triton.cdiv(batch, block)
-    _copy[grid](src, dst, batch, inner, *src.stride(), *dst.stride(), BLOCK=block, num_warps=4)
+    _copy[grid](src, dst, batch, inner, *src.stride(), *dst.stride(), BB=block, BJ=block, num_warps=4)
 
 
 def _lines(x: Tensor) -> Tensor:

@@ -1,9 +1,15 @@
-"""Bidirectional linear attention in two passes over the keys and queries, three launches each way.
+"""Bidirectional linear attention in two passes over the data each way, the features never stored.
 
-Forward: S = Σ φ(k)vᵀ and z = Σ φ(k) over the keys, then φ(q)S / φ(q)z for the queries: q, k, v are
-read once and the output is written once. Backward: dq, dS and dz from q and the gradient, then dk
-and dv from k and v. The features are taken in the kernels and never stored. Those of φ = exp take
-off their largest key so far, as softmax does in flash attention: all exponents are at most 0.
+With the keys normalised, a_mf = φ(k_m)_f / z_f for z_f = Σ_m φ(k_m)_f, and the queries as well,
+p_nf = φ(q_n)_f z_f / Σ_f φ(q_n)_f z_f, linear attention is
+
+    u_f = Σ_m a_mf v_m,    y_n = Σ_f p_nf u_f,
+
+two averages: every factor is at most 1, whatever the length. φ = exp takes off the largest key of
+each feature, which the queries add, and their own largest after that: all exponents are at most 0.
+Backward, with g the gradient of y: t = g·uᵀ, d log p = p(t - Σ_f p·t), du = pᵀ·g, and then
+d log a_m = a(v_m·duᵀ + c) with c = Σ_n d log p_n - u·du, and dv = a·du. Each tensor is read or
+written once, the keys twice where φ = exp.
 """
 
 import torch
@@ -12,272 +18,317 @@ import triton.language as tl
 from torch import Tensor
 
 EXP, ELU1, RELU = 0, 1, 2
-LOOP = {"BLOCK": 64, "num_warps": 4, "num_stages": 2}
-ONCE = {"BLOCK": 64, "num_warps": 4, "num_stages": 1}
-PROGRAMS = 528  # fill a large GPU
+LOOP = {"BLOCK": 64, "num_warps": 4, "num_stages": 3}
+PROGRAMS = 1056  # fill a large GPU
 _HIDDEN = tl.constexpr(-1e30)  # below any logarithm of a feature, yet finite
 
 
 @triton.jit
-def _load(x, sn, n, count, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows n of x (., DIM) as float32, zero beyond `count` rows and DIM columns."""
+def _rest(x, high):
+    """What bfloat16 leaves of x."""
+    return (x.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _dot(a, b, acc, FULL: tl.constexpr):
+    """acc + a·b to float32, or to 16 bits of mantissa by products of bfloat16."""
+    if FULL:
+        return tl.dot(a, b, acc, input_precision="tf32x3")
+    a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
+    if a.dtype != tl.bfloat16:
+        acc = tl.dot(_rest(a, a_high), b_high, acc)
+    if b.dtype != tl.bfloat16:
+        acc = tl.dot(a_high, _rest(b, b_high), acc)
+    return tl.dot(a_high, b_high, acc)
+
+
+@triton.jit
+def _load(x, sn, n, end, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows n of x (., DIM), zero from row `end` on and beyond DIM columns."""
     d = tl.arange(0, WIDTH)[None, :]
-    at = x + n[:, None].to(tl.int64) * sn + d
-    return tl.load(at, mask=(n < count)[:, None] & (d < DIM), other=0.0).to(tl.float32)
+    inside = (n < end)[:, None]
+    if DIM != WIDTH:
+        inside = inside & (d < DIM)
+    return tl.load(x + n[:, None].to(tl.int64) * sn + d, mask=inside, other=0.0)
 
 
 @triton.jit
-def _store(x, sn, n, count, value, DIM: tl.constexpr, WIDTH: tl.constexpr):
+def _store(x, sn, n, end, value, DIM: tl.constexpr, WIDTH: tl.constexpr):
     d = tl.arange(0, WIDTH)[None, :]
-    at = x + n[:, None].to(tl.int64) * sn + d
-    tl.store(at, value.to(x.dtype.element_ty), mask=(n < count)[:, None] & (d < DIM))
+    inside = (n < end)[:, None] & (d < DIM)
+    tl.store(x + n[:, None].to(tl.int64) * sn + d, value.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _features(x, real, KIND: tl.constexpr):
-    """φ(x) of the maps that need no shift; zero where not `real`."""
-    if KIND == 1:
-        x = tl.exp(tl.minimum(x, 0.0)) + tl.maximum(x, 0.0)
-    else:
-        x = tl.maximum(x, 0.0) + 1e-3
-    return tl.where(real, x, 0.0)
-
-
-@triton.jit
-def _slope(x, phi, KIND: tl.constexpr):
-    """φ'(x)."""
-    if KIND == 0:
-        return phi
-    return tl.where(x > 0, 1.0, tl.exp(tl.minimum(x, 0.0)) if KIND == 1 else 0.0)
-
-
-@triton.jit
-def _query_features(q, shift, DIM: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr):
-    """φ(q), up to a factor for each query where φ = exp."""
-    real = (tl.arange(0, WIDTH) < DIM)[None, :]
-    if KIND == 0:
-        x = tl.where(real, q + shift[None, :], _HIDDEN)
-        return tl.where(real, tl.exp(x - tl.max(x, 1)[:, None]), 0.0)
-    return _features(q, real, KIND)
-
-
-@triton.jit
-def _kept(mask, n, count, MASKED: tl.constexpr):
-    keep = n < count
+def _kept(mask, n, end, MASKED: tl.constexpr):
+    keep = n < end
     if MASKED:
         keep = keep & (tl.load(mask + n, mask=keep, other=0) != 0)
     return keep
 
 
 @triton.jit
+def _features(x, KIND: tl.constexpr):
+    """φ(x) of the maps that are no exponentials."""
+    if KIND == 1:
+        return tl.exp(tl.minimum(x, 0.0)) + tl.maximum(x, 0.0)
+    else:
+        return tl.maximum(x, 0.0) + 1e-3
+
+
+@triton.jit
+def _log_slope(x, KIND: tl.constexpr):
+    """d log φ(x) / dx."""
+    if KIND == 0:
+        return tl.full(x.shape, 1.0, tl.float32)
+    elif KIND == 1:
+        return 1 / (1 + tl.maximum(x, 0.0))
+    else:
+        return tl.where(x > 0, 1 / (tl.maximum(x, 0.0) + 1e-3), 0.0)
+
+
+@triton.jit
+def _query_weights(q, z, shift, DIM: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr):
+    """p: of each query over the features."""
+    if KIND == 0:
+        x = tl.where((tl.arange(0, WIDTH) < DIM)[None, :], q + shift[None, :], _HIDDEN)
+        weight = tl.exp(x - tl.max(x, 1)[:, None]) * z[None, :]
+    else:
+        weight = _features(q, KIND) * z[None, :]
+    total = tl.sum(weight, 1)
+    return weight / tl.where(total == 0, 1.0, total)[:, None]
+
+
+@triton.jit
 def _state(
-    k, v, mask, sums, norms, shifts, heads, count, share, kb, kh, kn, vb, vh, vn, mb,
+    k, v, mask, means, norms, shifts, heads, count, share, kb, kh, kn, vb, vh, vn, mb,
     DIM: tl.constexpr, WIDTH: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
-    KIND: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, MASKED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """S, z and the shift over a share of the keys."""
+    """Σ φ(k)vᵀ and Σ φ(k) over a share of the keys, φ = exp less its largest key."""
     part, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     k += b * kb + h * kh
     v += b * vb + h * vh
     mask += b * mb
     f = tl.arange(0, WIDTH)
-    total = tl.zeros((WIDTH, VWIDTH), tl.float32)
-    norm = tl.zeros((WIDTH,), tl.float32)
-    shift = tl.full((WIDTH,), _HIDDEN, tl.float32)
     end = tl.minimum(count, (part + 1) * share)
+    shift = tl.zeros((WIDTH,), tl.float32)
+    if KIND == 0:
+        highest = tl.full((BLOCK, WIDTH), _HIDDEN, tl.float32)
+        for start in tl.range(part * share, end, BLOCK):
+            n = start + tl.arange(0, BLOCK)
+            x = _load(k, kn, n, end, DIM, WIDTH).to(tl.float32)
+            highest = tl.maximum(highest, tl.where(_kept(mask, n, end, MASKED)[:, None], x, _HIDDEN))
+        shift = tl.max(highest, 0)
+    total = tl.zeros((WIDTH, VWIDTH), tl.float32)
+    norm = tl.zeros((BLOCK, WIDTH), tl.float32)
     for start in tl.range(part * share, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
-        keep = _kept(mask, n, end, MASKED)
-        real = keep[:, None] & (f < DIM)[None, :]
-        x = _load(k, kn, n, end, DIM, WIDTH)
+        keep = _kept(mask, n, end, MASKED)[:, None]
+        x = _load(k, kn, n, end, DIM, WIDTH).to(tl.float32)
         if KIND == 0:
-            x = tl.where(real, x, _HIDDEN)
-            higher = tl.maximum(shift, tl.max(x, 0))
-            phi = tl.where(real, tl.exp(x - higher[None, :]), 0.0)
-            decay = tl.exp(shift - higher)
-            total *= decay[:, None]
-            norm *= decay
-            shift = higher
+            phi = tl.exp(tl.where(keep, x - shift[None, :], _HIDDEN))
         else:
-            phi = _features(x, real, KIND)
-        values = tl.where(keep[:, None], _load(v, vn, n, end, VDIM, VWIDTH), 0.0)
-        total = tl.dot(tl.trans(phi), values, total, input_precision=PRECISION)
-        norm += tl.sum(phi, 0)
+            phi = tl.where(keep, _features(x, KIND), 0.0)
+        values = _load(v, vn, n, end, VDIM, VWIDTH)
+        if MASKED:
+            values = tl.where(keep, values, tl.zeros_like(values))
+        norm += phi
+        total = _dot(tl.trans(phi), values, total, FULL)
     row = ((b * heads + h) * tl.num_programs(0) + part) * WIDTH + f
-    tl.store(sums + row[:, None] * VWIDTH + tl.arange(0, VWIDTH)[None, :], total)
-    tl.store(norms + row, norm)
+    tl.store(means + row[:, None] * VWIDTH + tl.arange(0, VWIDTH)[None, :], total)
+    tl.store(norms + row, tl.where(f < DIM, tl.sum(norm, 0), 0.0))  # padding has no weight
     tl.store(shifts + row, shift)
 
 
 @triton.jit
 def _merge(
-    sums, norms, shifts, sums_out, norms_out, shifts_out, parts,
+    sums, norms, shifts, means_out, norms_out, shifts_out, parts,
     WIDTH: tl.constexpr, VWIDTH: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    SOME: tl.constexpr, MEANS: tl.constexpr,
 ):
-    """The parts of `_state` as one: all of them brought to the largest shift."""
+    """The parts as one: u and z at the largest shift, or plain sums."""
     bh = tl.program_id(1).to(tl.int64)
     f = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     p = tl.arange(0, PARTS)
     at = (bh * parts + p)[:, None] * WIDTH + f[None, :]
-    every = tl.load(shifts + at, mask=(p < parts)[:, None], other=_HIDDEN)
-    shift = tl.max(every, 0)
-    norm = tl.load(norms + at, mask=(p < parts)[:, None], other=0.0) * tl.exp(every - shift[None, :])
+    there = (p < parts)[:, None]
+    norm = tl.load(norms + at, mask=there, other=0.0)
+    if MEANS:
+        every = tl.load(shifts + at, mask=there, other=_HIDDEN)
+        shift = tl.max(every, 0)
+        norm *= tl.exp(every - shift[None, :])
+        tl.store(shifts_out + bh * WIDTH + f, shift)
+    z = tl.sum(norm, 0)
     total = tl.zeros((ROWS, VWIDTH), tl.float32)
-    d = tl.arange(0, VWIDTH)[None, :]
-    for part in tl.range(0, parts, num_stages=4):
-        row = (bh * parts + part) * WIDTH + f
-        decay = tl.exp(tl.load(shifts + row) - shift)
-        total += tl.load(sums + row[:, None] * VWIDTH + d) * decay[:, None]
+    d = tl.arange(0, VWIDTH)[None, None, :]
+    for start in tl.range(0, PARTS, SOME):
+        part = start + tl.arange(0, SOME)
+        row = (bh * parts + part)[:, None] * WIDTH + f[None, :]
+        there = (part < parts)[:, None]
+        block = tl.load(sums + row[:, :, None] * VWIDTH + d, mask=there[:, :, None], other=0.0)
+        if MEANS:
+            decay = tl.exp(tl.load(shifts + row, mask=there, other=_HIDDEN) - shift[None, :])
+            block *= decay[:, :, None]
+        total += tl.sum(block, 0)
+    if MEANS:
+        total /= tl.where(z == 0, 1.0, z)[:, None]
     row = bh * WIDTH + f
-    tl.store(sums_out + row[:, None] * VWIDTH + d, total)
-    tl.store(norms_out + row, tl.sum(norm, 0))
-    tl.store(shifts_out + row, shift)
+    tl.store(means_out + row[:, None] * VWIDTH + tl.arange(0, VWIDTH)[None, :], total)
+    tl.store(norms_out + row, z)
 
 
 @triton.jit
-def _load_state(sums, norms, bh, WIDTH: tl.constexpr, VWIDTH: tl.constexpr):
+def _load_state(means, norms, bh, WIDTH: tl.constexpr, VWIDTH: tl.constexpr):
     row = bh * WIDTH + tl.arange(0, WIDTH)
-    total = tl.load(sums + row[:, None] * VWIDTH + tl.arange(0, VWIDTH)[None, :])
-    return total, tl.load(norms + row)
+    return tl.load(means + row[:, None] * VWIDTH + tl.arange(0, VWIDTH)[None, :]), tl.load(norms + row)
 
 
 @triton.jit
 def _output(
-    q, y, sums, norms, shifts, heads, count, qb, qh, qn, yb, yh, yn,
+    q, y, means, norms, shifts, heads, count, share, qb, qh, qn, yb, yh, yn,
     DIM: tl.constexpr, WIDTH: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """y = φ(q)S / φ(q)z, zero where no key is seen."""
-    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total, norm = _load_state(sums, norms, b * heads + h, WIDTH, VWIDTH)
+    """y = p·u."""
+    part, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    q += b * qb + h * qh
+    y += b * yb + h * yh
+    u, z = _load_state(means, norms, b * heads + h, WIDTH, VWIDTH)
     shift = tl.load(shifts + (b * heads + h) * WIDTH + tl.arange(0, WIDTH))
-    x = _load(q + b * qb + h * qh, qn, n, count, DIM, WIDTH)
-    phi = _query_features(x, shift, DIM, WIDTH, KIND)
-    weight = tl.sum(phi * norm[None, :], 1)
-    out = tl.dot(phi, total, input_precision=PRECISION) / tl.where(weight == 0, 1.0, weight)[:, None]
-    _store(y + b * yb + h * yh, yn, n, count, out, VDIM, VWIDTH)
+    end = tl.minimum(count, (part + 1) * share)
+    for start in tl.range(part * share, end, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        x = _load(q, qn, n, end, DIM, WIDTH).to(tl.float32)
+        p = _query_weights(x, z, shift, DIM, WIDTH, KIND)
+        out = _dot(p, u, tl.zeros((BLOCK, VWIDTH), tl.float32), FULL)
+        _store(y, yn, n, end, out, VDIM, VWIDTH)
 
 
 @triton.jit
 def _query_gradients(
-    q, g, dq, sums, norms, shifts, d_sums, d_norms, d_shifts, heads, count, share,
+    q, g, dq, means, norms, shifts, d_means, d_norms, heads, count, share,
     qb, qh, qn, gb, gh, gn, db, dh, dn,
     DIM: tl.constexpr, WIDTH: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """dq, and dS and dz over a share of the queries."""
+    """dq, and du and Σ dℓ over a share of the queries."""
     part, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     q += b * qb + h * qh
     g += b * gb + h * gh
     dq += b * db + h * dh
-    total, norm = _load_state(sums, norms, b * heads + h, WIDTH, VWIDTH)
+    u, z = _load_state(means, norms, b * heads + h, WIDTH, VWIDTH)
+    shift = tl.load(shifts + (b * heads + h) * WIDTH + tl.arange(0, WIDTH))
     f = tl.arange(0, WIDTH)
-    shift = tl.load(shifts + (b * heads + h) * WIDTH + f)
-    d_total = tl.zeros((WIDTH, VWIDTH), tl.float32)
-    d_norm = tl.zeros((WIDTH,), tl.float32)
+    du = tl.zeros((WIDTH, VWIDTH), tl.float32)
+    d_log_z = tl.zeros((BLOCK, WIDTH), tl.float32)
     end = tl.minimum(count, (part + 1) * share)
     for start in tl.range(part * share, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
-        x = _load(q, qn, n, end, DIM, WIDTH)
-        phi = _query_features(x, shift, DIM, WIDTH, KIND)
-        weight = tl.sum(phi * norm[None, :], 1)
-        inverse = tl.where((weight == 0) | (n >= end), 0.0, 1 / tl.where(weight == 0, 1.0, weight))
+        x = _load(q, qn, n, end, DIM, WIDTH).to(tl.float32)
+        p = _query_weights(x, z, shift, DIM, WIDTH, KIND)
         upstream = _load(g, gn, n, end, VDIM, VWIDTH)
-        along = tl.dot(upstream, tl.trans(total), input_precision=PRECISION)
-        change = tl.sum(phi * along, 1) * inverse
-        d_phi = (along - norm[None, :] * change[:, None]) * inverse[:, None]
-        _store(dq, dn, n, end, d_phi * _slope(x, phi, KIND), DIM, WIDTH)
-        share_of = phi * inverse[:, None]
-        d_total = tl.dot(tl.trans(share_of), upstream, d_total, input_precision=PRECISION)
-        d_norm -= tl.sum(share_of * change[:, None], 0)
+        t = _dot(upstream, tl.trans(u), tl.zeros((BLOCK, WIDTH), tl.float32), FULL)
+        change = p * (t - tl.sum(p * t, 1)[:, None])
+        _store(dq, dn, n, end, change * _log_slope(x, KIND), DIM, WIDTH)
+        d_log_z += change
+        du = _dot(tl.trans(p), upstream, du, FULL)
     row = ((b * heads + h) * tl.num_programs(0) + part) * WIDTH + f
-    tl.store(d_sums + row[:, None] * VWIDTH + tl.arange(0, VWIDTH)[None, :], d_total)
-    tl.store(d_norms + row, d_norm)
-    tl.store(d_shifts + row, tl.zeros((WIDTH,), tl.float32))
+    tl.store(d_means + row[:, None] * VWIDTH + tl.arange(0, VWIDTH)[None, :], du)
+    tl.store(d_norms + row, tl.sum(d_log_z, 0))
 
 
 @triton.jit
 def _key_gradients(
-    k, v, mask, dk, dv, d_sums, d_norms, shifts, heads, count,
+    k, v, mask, dk, dv, means, norms, shifts, d_means, d_norms, heads, count, share,
     kb, kh, kn, vb, vh, vn, mb, dkb, dkh, dkn, dvb, dvh, dvn,
     DIM: tl.constexpr, WIDTH: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
-    KIND: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, MASKED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """dk and dv, zero where masked."""
-    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    d_total, d_norm = _load_state(d_sums, d_norms, b * heads + h, WIDTH, VWIDTH)
-    f = tl.arange(0, WIDTH)
-    keep = _kept(mask + b * mb, n, count, MASKED)[:, None]
-    real = keep & (f < DIM)[None, :]
-    x = _load(k + b * kb + h * kh, kn, n, count, DIM, WIDTH)
-    if KIND == 0:
-        shift = tl.load(shifts + (b * heads + h) * WIDTH + f)
-        phi = tl.where(real, tl.exp(tl.where(real, x - shift[None, :], 0.0)), 0.0)
-    else:
-        phi = _features(x, real, KIND)
-    values = tl.where(keep, _load(v + b * vb + h * vh, vn, n, count, VDIM, VWIDTH), 0.0)
-    d_phi = tl.dot(values, tl.trans(d_total), input_precision=PRECISION) + d_norm[None, :]
-    slope = tl.where(real, d_phi * _slope(x, phi, KIND), 0.0)
-    _store(dk + b * dkb + h * dkh, dkn, n, count, slope, DIM, WIDTH)
-    d_values = tl.dot(phi, d_total, input_precision=PRECISION)
-    _store(dv + b * dvb + h * dvh, dvn, n, count, d_values, VDIM, VWIDTH)
+    part, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    k += b * kb + h * kh
+    v += b * vb + h * vh
+    dk += b * dkb + h * dkh
+    dv += b * dvb + h * dvh
+    mask += b * mb
+    u, z = _load_state(means, norms, b * heads + h, WIDTH, VWIDTH)
+    shift = tl.load(shifts + (b * heads + h) * WIDTH + tl.arange(0, WIDTH))
+    du, d_log_z = _load_state(d_means, d_norms, b * heads + h, WIDTH, VWIDTH)
+    constant = d_log_z - tl.sum(u * du, 1)
+    inverse = tl.where(z == 0, 0.0, 1 / tl.where(z == 0, 1.0, z))
+    end = tl.minimum(count, (part + 1) * share)
+    for start in tl.range(part * share, end, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        keep = _kept(mask, n, end, MASKED)[:, None]
+        x = _load(k, kn, n, end, DIM, WIDTH).to(tl.float32)
+        if KIND == 0:
+            a = tl.exp(tl.where(keep, x - shift[None, :], _HIDDEN)) * inverse[None, :]
+        else:
+            a = tl.where(keep, _features(x, KIND), 0.0) * inverse[None, :]
+        values = _load(v, vn, n, end, VDIM, VWIDTH)
+        da = _dot(values, tl.trans(du), tl.zeros((BLOCK, WIDTH), tl.float32), FULL)
+        change = a * (da + constant[None, :]) * _log_slope(x, KIND)
+        _store(dk, dkn, n, end, tl.where(keep, change, 0.0), DIM, WIDTH)
+        d_values = _dot(a, du, tl.zeros((BLOCK, VWIDTH), tl.float32), FULL)
+        _store(dv, dvn, n, end, d_values, VDIM, VWIDTH)
 
 
-def _sizes(q: Tensor, v: Tensor) -> dict:
+def _sizes(q: Tensor, v: Tensor, kind: int) -> dict:
     dim, v_dim = q.shape[-1], v.shape[-1]
     return {
         "DIM": dim,
         "WIDTH": max(16, triton.next_power_of_2(dim)),
         "VDIM": v_dim,
         "VWIDTH": max(16, triton.next_power_of_2(v_dim)),
-        "PRECISION": "tf32x3" if v.dtype == torch.float32 else "tf32",
+        "KIND": kind,
     }
 
 
 def _parts(length: int, batch_heads: int) -> tuple[int, int]:
     """Into how many parts of how many positions to cut a sequence."""
     block = LOOP["BLOCK"]
-    wanted = max(1, min(triton.cdiv(PROGRAMS, batch_heads), triton.cdiv(length, 4 * block)))
+    wanted = max(1, min(PROGRAMS // batch_heads, triton.cdiv(length, 2 * block)))
     share = triton.cdiv(triton.cdiv(length, wanted), block) * block
     return triton.cdiv(length, share), share
 
 
-def _buffers(x: Tensor, parts: int, sizes: dict) -> list[Tensor]:
-    """Sums, norms and shifts for each part."""
+def _buffers(x: Tensor, parts: int, sizes: dict) -> tuple[Tensor, Tensor]:
     shape = *x.shape[:2], parts, sizes["WIDTH"]
-    sums = x.new_empty(*shape, sizes["VWIDTH"], dtype=torch.float32)
-    return [sums, *(x.new_empty(shape, dtype=torch.float32) for _ in range(2))]
+    means = torch.empty(*shape, sizes["VWIDTH"], dtype=torch.float32, device=x.device)
+    return means, torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
-def _merged(buffers: list[Tensor], sizes: dict) -> list[Tensor]:
-    batch, heads, parts, width, _ = buffers[0].shape
-    if parts > 1:
-        out = _buffers(buffers[0], 1, sizes)
-        _merge[width // 16, batch * heads](
-            *buffers, *out, parts, WIDTH=width, VWIDTH=sizes["VWIDTH"],
-            PARTS=triton.next_power_of_2(parts), ROWS=16,
-        )
-        buffers = out
-    return [x.squeeze(2) for x in buffers]
+def _merged(sums: Tensor, norms: Tensor, shifts: Tensor | None, sizes: dict) -> list[Tensor]:
+    """(u, z, shift) of the keys, or, without shifts, the sums of the two."""
+    batch, heads, parts, width, v_width = sums.shape
+    means, z = _buffers(sums, 1, sizes)
+    shift = torch.empty_like(z) if shifts is not None else z
+    rows, count = 4, triton.next_power_of_2(parts)
+    _merge[width // rows, batch * heads](
+        sums, norms, norms if shifts is None else shifts, means, z, shift, parts,
+        WIDTH=width, VWIDTH=v_width, PARTS=count, ROWS=rows, SOME=min(16, count),
+        MEANS=shifts is not None,
+    )
+    return [means, z] if shifts is None else [means, z, shift]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, y: Tensor, kind: int) -> list[Tensor]:
-    """Fill y; returns the sums, norms and shifts of the keys, which the gradients need."""
-    batch, heads, n, _ = k.shape
-    sizes = _sizes(q, v)
+    """Fill y; returns (u, z, shift) of the keys, which the gradients need."""
+    (batch, heads, n, _), m = k.shape, q.shape[2]
+    sizes, full = _sizes(q, v, kind), v.dtype == torch.float32
     parts, share = _parts(n, batch * heads)
-    buffers = _buffers(k, parts, sizes)
+    sums, norms = _buffers(k, parts, sizes)
+    shifts = torch.empty_like(norms)
     _state[parts, heads, batch](
-        k, v, k if mask is None else mask, *buffers, heads, n, share,
+        k, v, k if mask is None else mask, sums, norms, shifts, heads, n, share,
         *k.stride()[:3], *v.stride()[:3], 0 if mask is None else mask.stride(0),
-        KIND=kind, MASKED=mask is not None, **sizes, **LOOP,
+        MASKED=mask is not None, FULL=full, **sizes, **LOOP,
     )
-    state = _merged(buffers, sizes)
-    m = q.shape[2]
-    _output[triton.cdiv(m, ONCE["BLOCK"]), heads, batch](
-        q, y, *state, heads, m, *q.stride()[:3], *y.stride()[:3], KIND=kind, **sizes, **ONCE
+    state = _merged(sums, norms, shifts, sizes)
+    parts, share = _parts(m, batch * heads)
+    _output[parts, heads, batch](
+        q, y, *state, heads, m, share, *q.stride()[:3], *y.stride()[:3], FULL=full, **sizes, **LOOP
     )
     return state
 
@@ -287,18 +338,18 @@ def backward(
     dq: Tensor, dk: Tensor, dv: Tensor, kind: int,
 ) -> None:
     """Fill dq, dk and dv."""
-    batch, heads, m, _ = q.shape
-    sizes = _sizes(q, v)
+    (batch, heads, n, _), m = k.shape, q.shape[2]
+    sizes, full = _sizes(q, v, kind), v.dtype == torch.float32
     parts, share = _parts(m, batch * heads)
-    buffers = _buffers(q, parts, sizes)
+    d_sums, d_norms = _buffers(q, parts, sizes)
     _query_gradients[parts, heads, batch](
-        q, g, dq, *state, *buffers, heads, m, share,
-        *q.stride()[:3], *g.stride()[:3], *dq.stride()[:3], KIND=kind, **sizes, **LOOP,
+        q, g, dq, *state, d_sums, d_norms, heads, m, share,
+        *q.stride()[:3], *g.stride()[:3], *dq.stride()[:3], FULL=full, **sizes, **LOOP,
     )
-    d_sums, d_norms, _ = _merged(buffers, sizes)
-    n = k.shape[2]
-    _key_gradients[triton.cdiv(n, ONCE["BLOCK"]), heads, batch](
-        k, v, k if mask is None else mask, dk, dv, d_sums, d_norms, state[2], heads, n,
+    d_state = _merged(d_sums, d_norms, None, sizes)
+    parts, share = _parts(n, batch * heads)
+    _key_gradients[parts, heads, batch](
+        k, v, k if mask is None else mask, dk, dv, *state, *d_state, heads, n, share,
         *k.stride()[:3], *v.stride()[:3], 0 if mask is None else mask.stride(0),
-        *dk.stride()[:3], *dv.stride()[:3], KIND=kind, MASKED=mask is not None, **sizes, **ONCE,
+        *dk.stride()[:3], *dv.stride()[:3], MASKED=mask is not None, FULL=full, **sizes, **LOOP,
     )
