@@ -19,7 +19,7 @@ CORE = [
     "positions",
     "model",
 ]
-ORDER = [*CORE, "__init__", "__main__", "bench", "data", "cli"]
+ORDER = [*CORE, "__init__", "__main__", "bench_gpu", "bench", "data", "cli"]
 
 
 def layer(path: Path) -> str:

@@ -145,9 +145,7 @@ def linear_attention(
     return _plain(phi, q, k, v, mask, causal)
 
 
-def _plain(
-    phi: Phi, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
-) -> Tensor:
+def _plain(phi: Phi, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     dtype = v.dtype
     with torch.autocast(v.device.type, enabled=False):
         q, k, v = _widened(q, k, v)
@@ -177,7 +175,7 @@ def _use_triton(impl: str, phi: Phi, q: Tensor, k: Tensor, v: Tensor, causal: bo
         and 1 <= min(dims) <= max(dims) <= _FUSED_DIM
     )
     if impl != "triton":
-        return impl == "auto" and fits and v.is_cuda and ops.installed() and bool(v.numel())
+        return impl == "auto" and fits and v.is_cuda and ops.INSTALLED and bool(v.numel())
     if not ops.runs_on(v):
         raise ValueError(
             f"impl='triton' needs a GPU and the package triton, v is on {v.device}; use impl='auto'"

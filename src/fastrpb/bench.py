@@ -1,4 +1,4 @@
-"""Speed and memory on this machine's CPU: `make bench` for the core, `make bench-model` for layers.
+"""Speed and memory on this machine: `make bench` for the core, `make bench-model` for layers.
 
 Ratios compare medians of runs that alternate in one process, so that a noisy machine slows both
 sides. Peak memory is measured, each point in a process of its own. The results go to results/ with
@@ -22,6 +22,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from fastrpb.bench_gpu import bench_gpu
 from fastrpb.bias import FastRPB
 from fastrpb.model import ON_LOGITS, Attention, Block, Features, ModelConfig, Position
 from fastrpb.toeplitz import toeplitz, toeplitz_matmul
@@ -56,7 +57,9 @@ def machine(name: str) -> dict[str, object]:
     if info.exists():
         names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         cpu = names[0].split(":")[1].strip() if names else cpu
+    gpu = {"gpu": torch.cuda.get_device_name()} if name == "gpu" else {}
     return {
+        **gpu,
         "cpu": cpu,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -306,7 +309,7 @@ def bench_model() -> dict[str, Rows]:
     return {"attention layer, forward+backward": rows, "linear against softmax": crossings(rows)}
 
 
-BENCHES = {"cpu": bench_cpu, "model": bench_model}
+BENCHES = {"cpu": bench_cpu, "model": bench_model, "gpu": bench_gpu}
 
 
 def bench(name: str) -> Path:

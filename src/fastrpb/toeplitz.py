@@ -121,9 +121,9 @@ def toeplitz_matmul(
         causal: use only the distances m-n <= 0; the other weights are ignored.
         out_length: M outputs over the N inputs (cross-attention); w then holds the M+N-1 distances
             -(M-1)..N-1. Default: N.
-        impl: "dense" forms W; "fft" is exact at any length; "triton" takes half precisions on a
-            GPU, by tensor cores; "auto" takes the fastest, as measured for this size, dtype and
-            device.
+        impl: "dense" forms W; "fft" is exact at any length; "triton" is exact at any length
+            on the tensor cores of a GPU; "auto" takes the fastest, as measured for this size, dtype
+            and device.
 
     Returns:
         (batch, heads, M, dim) in the dtype of v. Half precisions are computed in float32, by
@@ -190,11 +190,12 @@ def _additive(w: Tensor, v: Tensor, height: int, width: int, impl: Impl) -> Tens
     """Prop. 2: R·(row sums), the same for every column, plus R·(column sums), for every row."""
     _broadcast_lead(w, w.shape[:-1], v)  # here, so that an error shows the shapes the user gave
     down, across = _additive_parts(w, height, width)
-    if _use_triton(impl, w, v, (*ops.HALF, torch.float32)):
+    if _use_triton(impl, w, v) and v.dtype in ops.HALF:
         lead = _broadcast_lead(w, w.shape[:-1], v)
         _, x = _canonical(w, v, lead, v.dtype)
         rows, columns = ops.ImageSums.apply(x, height, width)
-        down, across = toeplitz_matmul(down, rows), toeplitz_matmul(across, columns)
+        down = toeplitz_matmul(down, rows, impl="triton")
+        across = toeplitz_matmul(across, columns, impl="triton")
         return _restore(ops.ImageSpread.apply(down, across, v.dtype), lead, v)
     image = v.unflatten(-2, (height, width))
     dtype = compute_dtype(w, v)
@@ -270,24 +271,19 @@ def _dense(matrix: Tensor, v: Tensor) -> Tensor:
         return wide.unflatten(-1, (batch, dim)).permute(2, 0, 1, 3).contiguous()
 
 
-def _use_triton(
-    impl: str, w: Tensor, v: Tensor, dtypes: tuple[torch.dtype, ...] = ops.HALF
-) -> bool:
-    fits = v.dtype in dtypes and w.dtype != torch.float64
-    if impl == "triton":
-        if not ops.runs_on(v):
-            raise ValueError(
-                f"impl='triton' needs a GPU and the package triton, v is on {v.device}; "
-                "use impl='auto'"
-            )
-        if not fits:
-            names = ", ".join(str(x).removeprefix("torch.") for x in dtypes)
-            raise ValueError(
-                f"impl='triton' is for v in {names} and w below float64, got {v.dtype} and "
-                f"{w.dtype}; use impl='auto'"
-            )
-        return True
-    return impl == "auto" and v.is_cuda and fits and ops.installed()
+def _use_triton(impl: str, w: Tensor, v: Tensor) -> bool:
+    if impl != "triton":
+        half = v.dtype in ops.HALF and w.dtype != torch.float64
+        return impl == "auto" and half and v.is_cuda and ops.INSTALLED
+    if not ops.runs_on(v):
+        raise ValueError(
+            f"impl='triton' needs a GPU and the package triton, v is on {v.device}; use impl='auto'"
+        )
+    if torch.float64 in (v.dtype, w.dtype):
+        raise ValueError(
+            f"impl='triton' has no float64, v is {v.dtype} and w {w.dtype}; use impl='auto'"
+        )
+    return True
 
 
 def _use_fft(impl: str, entries: int, length: int, v: Tensor) -> bool:

@@ -12,26 +12,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrpb.kernels.layout import largest, unit
+from fastrpb.kernels.launch import launch
+from fastrpb.kernels.layout import largest_weight, unit
 
 PRODUCT = {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 4}
 NARROW = {"BM": 128, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3}
 LAGS = {"BT": 128, "BK": 64, "num_warps": 4, "num_stages": 3}
+FLOAT32 = {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
+FLOAT32_LAGS = {"BT": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
 COPIES = 8
 PROGRAMS = 1024  # fill a large GPU several times
 
 
 @triton.jit
 def _shift(
-    w, top, table, distances, first, sign, zero, width, COPIES: tl.constexpr, BLOCK: tl.constexpr
+    w,
+    top,
+    table,
+    distances,
+    first,
+    sign,
+    zero,
+    width,
+    COPIES: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """table[h, r, x] = w_d at the distance d = sign·(x - zero - r), scaled to at most 1."""
+    """table[h, r, x] = w_d at the distance d = sign·(x - zero - r), scaled to fit float16."""
     h, r = tl.program_id(1), tl.program_id(2)
     x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     j = sign * (x - zero - r) - first
     row = tl.load(w + h * distances + j, mask=(j >= 0) & (j < distances), other=0.0)
-    row = (row * unit(tl.load(top + h))).to(table.dtype.element_ty)
-    tl.store(table + (h * COPIES + r).to(tl.int64) * width + x, row, mask=x < width)
+    if SCALE:
+        row *= unit(tl.load(top + h))
+    at = table + (h * COPIES + r).to(tl.int64) * width + x
+    tl.store(at, row.to(table.dtype.element_ty), mask=x < width)
 
 
 @triton.jit
@@ -55,6 +70,7 @@ def _product(
     yn,
     DIM: tl.constexpr,
     COPIES: tl.constexpr,
+    SCALE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -77,8 +93,9 @@ def _product(
     for m in tl.range(low, high, BK):
         at = (m + k)[:, None]
         v_tile = tl.load(v_at + at.to(tl.int64) * vn, mask=inside & (at < n_in), other=0.0)
-        acc = tl.dot(tl.load(w_at + m), v_tile, acc)
-    acc *= 1 / unit(tl.load(top + h))
+        acc = tl.dot(tl.load(w_at + m), v_tile, acc, input_precision="tf32x3")
+    if SCALE:
+        acc *= 1 / unit(tl.load(top + h))
     n = (start + row)[:, None]
     y_at = y + h * yh + n.to(tl.int64) * yn + (b * yb + d)[None, :]
     tl.store(y_at, acc.to(y.dtype.element_ty), mask=inside & (n < n_out))
@@ -86,21 +103,36 @@ def _product(
 
 def product(w: Tensor, v: Tensor, y: Tensor, first: int, *, sign: int = 1) -> None:
     """y[n] = Σ_d w_d · v[n+sign·d]; v and y (batch, heads, ., dim) with contiguous dim."""
-    (batch, heads, n, dim), m = v.shape, y.shape[2]
-    tile = PRODUCT if batch * dim > 64 else NARROW
+    (_, heads, n, dim), m, columns = v.shape, y.shape[2], v.shape[0] * v.shape[3]
+    tile = _tile(v.dtype, columns)
     size = tile["BM"]
     zero = triton.cdiv(m, size) * size
     width = zero + triton.cdiv(n, size) * size + size  # loads past the last tile stay inside
     # With a copy for each row of a tile it is a plain piece of a matrix: faster, if that is small.
     copies = size if heads * size * width * 3 <= v.numel() else COPIES
-    top = largest(w)
+    scale = v.dtype == torch.float16  # the others have the range of float32
+    top = largest_weight(w) if scale else w
     table = torch.empty(heads, copies, width, dtype=v.dtype, device=v.device)
-    _shift[triton.cdiv(width, 1024), heads, copies](
-        w, top, table, w.shape[1], first, sign, zero, width, COPIES=copies, BLOCK=1024
+    launch(
+        _shift,
+        (triton.cdiv(width, 1024), heads, copies),
+        w,
+        top,
+        table,
+        w.shape[1],
+        first,
+        sign,
+        zero,
+        width,
+        COPIES=copies,
+        SCALE=scale,
+        BLOCK=1024,
     )
     low, high = sorted((sign * first, sign * (first + w.shape[1] - 1)))
-    grid = triton.cdiv(m, tile["BM"]) * triton.cdiv(batch * dim, tile["BN"]), heads
-    _product[grid](
+    grid = triton.cdiv(m, size) * triton.cdiv(columns, tile["BN"]), heads
+    launch(
+        _product,
+        grid,
         table,
         top,
         v,
@@ -111,13 +143,20 @@ def product(w: Tensor, v: Tensor, y: Tensor, first: int, *, sign: int = 1) -> No
         high,
         n,
         m,
-        batch * dim,
+        columns,
         *v.stride()[:3],
         *y.stride()[:3],
         DIM=dim,
         COPIES=copies,
+        SCALE=scale,
         **tile,
     )
+
+
+def _tile(dtype: torch.dtype, columns: int) -> dict[str, int]:
+    if dtype == torch.float32:
+        return FLOAT32
+    return PRODUCT if columns > 64 else NARROW | {"BN": 64 if columns > 32 else 32}
 
 
 @triton.jit
@@ -172,23 +211,41 @@ def _lags(
         inside = (c < columns)[None, :]
         g_tile = tl.load(g_at, mask=inside & (n < n_out)[:, None], other=0.0)
         v_tile = tl.load(v_at, mask=inside & (m < n_in)[:, None], other=0.0)
-        acc = tl.dot(g_tile, tl.trans(v_tile), acc)
+        acc = tl.dot(g_tile, tl.trans(v_tile), acc, input_precision="tf32x3")
     upper, lower = diagonals(acc, BT)
     out = sums + ((h * tl.num_programs(1) + part) * tl.num_programs(0) + tl.program_id(0)) * 2 * BT
     tl.store(out + r, upper)
     tl.store(out + BT + r, lower)
 
 
+@triton.jit
+def _collect(sums, dw, distances, offset, blocks, parts, BT: tl.constexpr):
+    """dw_d from diagonals: the upper ones of a block of distances, the lower ones of the next."""
+    block, h, r = tl.program_id(0), tl.program_id(1), tl.arange(0, BT)
+    total = tl.zeros((BT,), tl.float32)
+    for part in tl.range(0, parts):
+        at = sums + ((h * parts + part).to(tl.int64) * blocks + block) * (2 * BT) + r
+        total += tl.load(at) + tl.load(at + 3 * BT)
+    j = block * BT + r - offset
+    tl.store(dw + h.to(tl.int64) * distances + j, total, mask=(j >= 0) & (j < distances))
+
+
 def lags(g: Tensor, v: Tensor, first: int, distances: int) -> Tensor:
     """dw_d = Σ_n ⟨g[n], v[n+d]⟩ over batch and dim: (heads, distances) float32, from `first` on."""
-    (batch, heads, n, dim), m = v.shape, g.shape[2]
-    size, chunk = LAGS["BT"], LAGS["BK"]
+    (_, heads, n, dim), m, columns = v.shape, g.shape[2], v.shape[0] * v.shape[3]
+    tile = (FLOAT32_LAGS if v.dtype == torch.float32 else LAGS) | (
+        {"BK": 32} if columns <= 32 else {}
+    )
+    size, chunk = tile["BT"], tile["BK"]
     first_block, last_block = first // size, (first + distances - 1) // size + 1
-    blocks, columns = last_block - first_block + 1, batch * dim
+    blocks = last_block - first_block + 1
     parts = max(1, min(triton.cdiv(columns, chunk), PROGRAMS // (blocks * heads)))
     share = triton.cdiv(triton.cdiv(columns, parts), chunk) * chunk
+    parts = triton.cdiv(columns, share)
     sums = g.new_empty(heads, parts, blocks, 2, size, dtype=torch.float32)
-    _lags[blocks, parts, heads](
+    launch(
+        _lags,
+        (blocks, parts, heads),
         g,
         v,
         sums,
@@ -200,8 +257,18 @@ def lags(g: Tensor, v: Tensor, first: int, distances: int) -> Tensor:
         *g.stride()[:3],
         *v.stride()[:3],
         DIM=dim,
-        **LAGS,
+        **tile,
     )
-    upper, lower = sums.sum(1).unbind(2)
-    found = (upper[:, :-1] + lower[:, 1:]).flatten(1)
-    return found.narrow(1, first - first_block * size, distances)
+    dw = g.new_empty(heads, distances, dtype=torch.float32)
+    launch(
+        _collect,
+        (blocks - 1, heads),
+        sums,
+        dw,
+        distances,
+        first - first_block * size,
+        blocks,
+        parts,
+        BT=size,
+    )
+    return dw

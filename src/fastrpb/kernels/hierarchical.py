@@ -26,12 +26,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrpb.kernels.direct import COPIES, diagonals
-from fastrpb.kernels.layout import largest, unit
+from fastrpb.kernels.launch import launch
+from fastrpb.kernels.layout import largest, largest_weight, unit
 
 MIX_IN = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
 MIX = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
 MIX_FEW = {"BM": 64, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3}
-BLOCKS = {"BM": 128, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 2}
+BLOCKS = {"BM": 128, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
+BLOCKS_64 = {"BM": 64, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 2}
 LAGS = {"BT": 64, "BK": 64, "num_warps": 2, "num_stages": 3}
 TILE = 32  # of the small kernels that prepare the weights
 
@@ -44,12 +46,17 @@ class Cut(NamedTuple):
     size: int
 
 
-def cut(length: int) -> Cut:
-    """The DFT and the blocks should cost about the same; tiles want 64 rows or more."""
-    size = 64 if length <= 8192 else 128 if length <= 32768 else 256
-    inner = 1
-    if length > 131072:
-        size, inner = 128, 64
+def cut(length: int, *, gradients: bool = False) -> Cut:
+    """Measured on an NVIDIA H200: the DFT and the blocks should cost about the same.
+
+    The sums over diagonals that dw takes grow with L, so that gradients want shorter blocks.
+    """
+    if gradients:
+        inner, size = 1 if length <= 16384 else 32 if length <= 131072 else 128, 64
+    elif length <= 131072:
+        inner, size = 1, 64 if length <= 8192 else 128 if length <= 32768 else 256
+    else:
+        inner, size = 64, 128
     return Cut(triton.cdiv(length, inner * size), inner, size)
 
 
@@ -94,8 +101,15 @@ def _harmonic(e, outer, inner):
 
 @triton.jit
 def _tabulate(
-    spectra, top, table, outer, inner, extra,
-    L: tl.constexpr, COPIES: tl.constexpr, TILE: tl.constexpr,
+    spectra,
+    top,
+    table,
+    outer,
+    inner,
+    extra,
+    L: tl.constexpr,
+    COPIES: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """table[h, f, part, r, δ+L+r] = a_f[δ] = Σ_q w_{qL+δ}·exp(iω_f·q), scaled: 8 shifted copies."""
     h, P = tl.program_id(2), outer * inner
@@ -114,9 +128,7 @@ def _tabulate(
 
 
 @triton.jit
-def _untabulate(
-    sums, spectra, outer, inner, L: tl.constexpr, BT: tl.constexpr, TILE: tl.constexpr
-):
+def _untabulate(sums, spectra, outer, inner, L: tl.constexpr, BT: tl.constexpr, TILE: tl.constexpr):
     """The adjoint of `_tabulate`, from the diagonals that `_block_lags` gives."""
     h, P = tl.program_id(2), outer * inner
     e = tl.program_id(0) * TILE + tl.arange(0, TILE)[None, :]
@@ -155,10 +167,36 @@ def _unfold(folded, norm, dw, distances, first, P, L: tl.constexpr, TILE: tl.con
 
 @triton.jit
 def _mix(
-    matrix, x, y, top, w_top, factor, groups, rows, depth, L, n_in, n_out, heads,
-    mg, mr, mk, xb, xh, xn, xg, yb, yh, yn, yg,
-    DIM: tl.constexpr, STEP: tl.constexpr, CAST: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    matrix,
+    x,
+    y,
+    top,
+    w_top,
+    factor,
+    groups,
+    rows,
+    depth,
+    L,
+    n_in,
+    n_out,
+    heads,
+    mg,
+    mr,
+    mk,
+    xb,
+    xh,
+    xn,
+    xg,
+    yb,
+    yh,
+    yn,
+    yg,
+    DIM: tl.constexpr,
+    STEP: tl.constexpr,
+    CAST: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
 ):
     """y[g, r·L+l] = Σ_k matrix[g, r, k]·x[g, k·L+l]: a step of the DFT over blocks.
 
@@ -167,7 +205,7 @@ def _mix(
     tiles = tl.cdiv(rows, BM)
     row = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
     c = tl.program_id(0) // tiles * BN + tl.arange(0, BN)
-    l, d = c // DIM, c % DIM
+    i, d = c // DIM, c % DIM
     g, b = tl.program_id(1) % groups, (tl.program_id(1) // groups).to(tl.int64)
     h = tl.program_id(2).to(tl.int64)
     matrix += g * mg
@@ -176,7 +214,7 @@ def _mix(
     scale = unit(tl.load(top + b * heads + h))
     k = tl.arange(0, BK)
     acc = tl.zeros((BM, BN), tl.float32)
-    inside = (l < L)[None, :]
+    inside = (i < L)[None, :]
     for start in tl.range(0, depth, BK):
         at = start + k
         m_tile = tl.load(
@@ -184,7 +222,7 @@ def _mix(
             mask=(row < rows)[:, None] & (at < depth)[None, :],
             other=0.0,
         )
-        n = at[:, None] * L + l[None, :]
+        n = at[:, None] * L + i[None, :]
         there = inside & (at < depth)[:, None] & (n < n_in)
         x_tile = tl.load(x + n.to(tl.int64) * xn + d[None, :], mask=there, other=0.0)
         if CAST:
@@ -194,7 +232,7 @@ def _mix(
         acc *= scale
     if STEP == 2:
         acc *= factor / scale / unit(tl.load(w_top + h))
-    n = row[:, None] * L + l[None, :]
+    n = row[:, None] * L + i[None, :]
     y_at = y + n.to(tl.int64) * yn + d[None, :]
     there = inside & (row < rows)[:, None] & (n < n_out)
     tl.store(y_at, acc.to(y.dtype.element_ty), mask=there)
@@ -202,9 +240,19 @@ def _mix(
 
 @triton.jit
 def _blocks(
-    table, x, z, columns, P, xb, xh,
-    L: tl.constexpr, DIM: tl.constexpr, COPIES: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    table,
+    x,
+    z,
+    columns,
+    P,
+    xb,
+    xh,
+    L: tl.constexpr,
+    DIM: tl.constexpr,
+    COPIES: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
 ):
     """Z_f = A_f·X_f for BM rows of one frequency and BN columns, which run over (batch, dim)."""
     start = tl.program_id(0) % (L // BM) * BM
@@ -237,8 +285,23 @@ def _blocks(
 
 @triton.jit
 def _block_lags(
-    g, x, g_top, x_top, norm, sums, columns, heads, P, gb, gh, xb, xh,
-    L: tl.constexpr, DIM: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    g,
+    x,
+    g_top,
+    x_top,
+    norm,
+    sums,
+    columns,
+    heads,
+    P,
+    gb,
+    gh,
+    xb,
+    xh,
+    L: tl.constexpr,
+    DIM: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
 ):
     """Diagonals of G_f·X_fᴴ summed over batch and dim, of its real or of its imaginary part."""
     part, delta = tl.program_id(0) % 2, tl.program_id(0) // 2 - (L // BT - 1)
@@ -279,20 +342,45 @@ def _block_lags(
 class _Blocked:
     """The launches for sequences of up to P = outer·inner blocks of L positions."""
 
-    def __init__(self, length: int, v: Tensor):
-        self.outer, self.inner, self.size = cut(length)
+    def __init__(self, where: Cut, v: Tensor):
+        self.outer, self.inner, self.size = where
         self.blocks = self.outer * self.inner
         self.cast = v.dtype == torch.bfloat16
         new = lambda *shape: torch.empty(shape, dtype=torch.float16, device=v.device)  # noqa: E731
         outer, inner = self.outer, self.inner
         self.first = new(1, 2 * outer, outer)
-        _waves[triton.cdiv(outer, 256), 2 * outer, 1](
-            self.first, outer, outer, 2, 0, 4 * outer, outer**-0.5, BLOCK=256
+        launch(
+            _waves,
+            (
+                triton.cdiv(outer, 256),
+                2 * outer,
+                1,
+            ),
+            self.first,
+            outer,
+            outer,
+            2,
+            0,
+            4 * outer,
+            outer**-0.5,
+            BLOCK=256,
         )
         if inner > 1:
             self.second = new(outer, 2 * inner, 2 * inner)
-            _waves[triton.cdiv(2 * inner, 256), 2 * inner, outer](
-                self.second, inner, 2 * inner, 4 * outer, 2, 4 * self.blocks, inner**-0.5,
+            launch(
+                _waves,
+                (
+                    triton.cdiv(2 * inner, 256),
+                    2 * inner,
+                    outer,
+                ),
+                self.second,
+                inner,
+                2 * inner,
+                4 * outer,
+                2,
+                4 * self.blocks,
+                inner**-0.5,
                 BLOCK=256,
             )
 
@@ -302,15 +390,42 @@ class _Blocked:
         heads, distances = w.shape
         # |Z| <= L·|A|·|X| with |A| <= 2P and |X| <= √P must fit float16, whose largest is 65504.
         extra = 2.0 ** min(0, 15 - math.ceil(math.log2(2 * size * blocks**1.5)))
-        top = largest(w)
+        top = largest_weight(w)
         folded = w.new_empty(heads, 2 * size, 4 * blocks)
-        _fold[triton.cdiv(4 * blocks, TILE), 2 * size // TILE, heads](
-            w, folded, distances, first, sign, blocks, L=size, TILE=TILE
+        launch(
+            _fold,
+            (
+                triton.cdiv(4 * blocks, TILE),
+                2 * size // TILE,
+                heads,
+            ),
+            w,
+            folded,
+            distances,
+            first,
+            sign,
+            blocks,
+            L=size,
+            TILE=TILE,
         )
         spectra = torch.view_as_real(torch.fft.rfft(folded))
         table = w.new_empty(heads, blocks, 2, COPIES, 2 * size, dtype=torch.float16)
-        _tabulate[triton.cdiv(blocks, TILE), 2 * size // TILE, heads](
-            spectra, top, table, self.outer, self.inner, extra, L=size, COPIES=COPIES, TILE=TILE
+        launch(
+            _tabulate,
+            (
+                triton.cdiv(blocks, TILE),
+                2 * size // TILE,
+                heads,
+            ),
+            spectra,
+            top,
+            table,
+            self.outer,
+            self.inner,
+            extra,
+            L=size,
+            COPIES=COPIES,
+            TILE=TILE,
         )
         return table, top, 1 / extra
 
@@ -318,13 +433,37 @@ class _Blocked:
         """The adjoint of `spectrum`: dw from the diagonals of all blocks."""
         size, blocks, heads = self.size, self.blocks, len(sums)
         spectra = sums.new_zeros(heads, 2 * size, 2 * blocks + 1, 2)
-        _untabulate[triton.cdiv(blocks, TILE), 2 * size // TILE, heads](
-            sums, spectra, self.outer, self.inner, L=size, BT=sums.shape[-1], TILE=TILE
+        launch(
+            _untabulate,
+            (
+                triton.cdiv(blocks, TILE),
+                2 * size // TILE,
+                heads,
+            ),
+            sums,
+            spectra,
+            self.outer,
+            self.inner,
+            L=size,
+            BT=sums.shape[-1],
+            TILE=TILE,
         )
         folded = torch.fft.irfft(torch.view_as_complex(spectra), n=4 * blocks, norm="forward")
         dw = sums.new_empty(heads, distances)
-        _unfold[triton.cdiv(distances, 256), heads](
-            folded, norm, dw, distances, first, blocks, L=size, TILE=256
+        launch(
+            _unfold,
+            (
+                triton.cdiv(distances, 256),
+                heads,
+            ),
+            folded,
+            norm,
+            dw,
+            distances,
+            first,
+            blocks,
+            L=size,
+            TILE=256,
         )
         return dw
 
@@ -344,36 +483,77 @@ class _Blocked:
         return v.new_empty(shape, dtype=torch.float16)
 
     def _mix(
-        self, matrix: Tensor, x: Tensor, y: Tensor, top: Tensor, w_top: Tensor | None = None,
-        factor: float = 1.0, *, step: int,
+        self,
+        matrix: Tensor,
+        x: Tensor,
+        y: Tensor,
+        top: Tensor,
+        w_top: Tensor | None = None,
+        factor: float = 1.0,
+        *,
+        step: int,
     ) -> Tensor:
         (batch, heads, n_in, dim), (groups, rows, depth) = x.shape, matrix.shape
         length = self.size if step == 1 else self.inner * self.size
         tile = MIX_IN if step == 0 else MIX_FEW if rows <= 64 else MIX
         tiles = triton.cdiv(rows, tile["BM"]) * triton.cdiv(length * dim, tile["BN"])
-        _mix[tiles, groups * batch, heads](
-            matrix, x, y, top, top if w_top is None else w_top, factor,
-            groups, rows, depth, length, n_in, y.shape[2], top.stride(0), *matrix.stride(),
-            *x.stride()[:3], depth * length * x.stride(2), *y.stride()[:3], rows * length * y.stride(2),
-            DIM=dim, STEP=step, CAST=step == 0 and self.cast, **tile,
+        launch(
+            _mix,
+            (
+                tiles,
+                groups * batch,
+                heads,
+            ),
+            matrix,
+            x,
+            y,
+            top,
+            top if w_top is None else w_top,
+            factor,
+            groups,
+            rows,
+            depth,
+            length,
+            n_in,
+            y.shape[2],
+            top.stride(0),
+            *matrix.stride(),
+            *x.stride()[:3],
+            depth * length * x.stride(2),
+            *y.stride()[:3],
+            rows * length * y.stride(2),
+            DIM=dim,
+            STEP=step,
+            CAST=step == 0 and self.cast,
+            **tile,
         )
         return y
 
     def multiply(self, table: Tensor, x: Tensor) -> Tensor:
         """Z_f = A_f·X_f, in the place of X where a program reads all that it overwrites."""
         batch, heads, _, dim = x.shape
-        tile = BLOCKS | {"BM": min(self.size, BLOCKS["BM"])}
+        tile = (BLOCKS_64 if self.size == 64 else BLOCKS) | {"BN": 64 if batch * dim > 32 else 32}
         z = x if tile["BM"] == self.size else torch.empty_like(x)
         grid = self.size // tile["BM"] * triton.cdiv(batch * dim, tile["BN"]), self.blocks, heads
-        _blocks[grid](
-            table, x, z, batch * dim, self.blocks, *x.stride()[:2],
-            L=self.size, DIM=dim, COPIES=COPIES, **tile,
+        launch(
+            _blocks,
+            grid,
+            table,
+            x,
+            z,
+            batch * dim,
+            self.blocks,
+            *x.stride()[:2],
+            L=self.size,
+            DIM=dim,
+            COPIES=COPIES,
+            **tile,
         )
         return z
 
     def chunks(self, v: Tensor, scratch: float) -> Iterator[tuple[slice, slice]]:
         """Slices of batch and heads whose X takes at most `scratch` times the memory of v."""
-        batch, heads, n, dim = v.shape
+        batch, heads, _, dim = v.shape
         room = max(1, int(scratch * v.numel() * 2) // (4 * self.blocks * self.size * dim))
         hs = min(heads, room)
         bs = min(batch, max(1, room // heads))
@@ -388,7 +568,7 @@ def product(w: Tensor, v: Tensor, y: Tensor, first: int) -> None:
     w (heads, K) holds the distances first..first+K-1. Beyond y this takes about half the memory of
     v up to 4096 positions, where speed allows it, and two to four times that of v beyond.
     """
-    blocked = _Blocked(max(v.shape[2], y.shape[2]), v)
+    blocked = _Blocked(cut(max(v.shape[2], y.shape[2])), v)
     table, w_top, factor = blocked.spectrum(w, first, 1)
     scratch = 0.4 if blocked.blocks * blocked.size <= 4096 else 2.1
     top = largest(v)
@@ -400,7 +580,7 @@ def product(w: Tensor, v: Tensor, y: Tensor, first: int) -> None:
 def gradients(w: Tensor, v: Tensor, g: Tensor, dv: Tensor, first: int) -> Tensor:
     """dv[m] = Σ_d w_d · g[m-d], and returned dw_d = Σ_n ⟨g[n], v[n+d]⟩ in float32."""
     heads, distances = w.shape
-    blocked = _Blocked(max(v.shape[2], g.shape[2]), v)
+    blocked = _Blocked(cut(max(v.shape[2], g.shape[2]), gradients=True), v)
     table, w_top, factor = blocked.spectrum(w, first, -1)
     v_top, g_top = largest(v), largest(g)
     norm = (v_top * g_top).amax(0).clamp(min=torch.finfo(torch.float32).tiny)
@@ -411,9 +591,27 @@ def gradients(w: Tensor, v: Tensor, g: Tensor, dv: Tensor, first: int) -> Tensor
         gs = blocked.analyse(g[bs, hs], g_top[bs, hs])
         xs = blocked.analyse(v[bs, hs], v_top[bs, hs])
         batch, some, _, dim = xs.shape
-        _block_lags[2 * ways, blocked.blocks, some](
-            gs, xs, g_top[bs, hs], v_top[bs, hs], norm[hs], sums[hs], batch * dim, heads,
-            blocked.blocks, *gs.stride()[:2], *xs.stride()[:2], L=blocked.size, DIM=dim, **tile,
+        launch(
+            _block_lags,
+            (
+                2 * ways,
+                blocked.blocks,
+                some,
+            ),
+            gs,
+            xs,
+            g_top[bs, hs],
+            v_top[bs, hs],
+            norm[hs],
+            sums[hs],
+            batch * dim,
+            heads,
+            blocked.blocks,
+            *gs.stride()[:2],
+            *xs.stride()[:2],
+            L=blocked.size,
+            DIM=dim,
+            **tile,
         )
         del xs
         z = blocked.multiply(table[hs], gs)

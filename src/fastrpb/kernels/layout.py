@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastrpb.kernels.launch import launch
+
 
 def heads_inside(v: Tensor) -> bool:
     """Whether memory runs over (batch, length, heads, dim), not (batch, heads, length, dim)."""
@@ -13,17 +15,52 @@ def heads_inside(v: Tensor) -> bool:
 
 @triton.jit
 def unit(largest):
-    """The power of two that brings numbers up to `largest` to at most 1; NaN for NaN or infinity."""
+    """The power of two that brings numbers up to `largest` to at most 1; NaN if not finite."""
     exponent = tl.ceil(tl.log2(tl.where(largest == 0, 1.0, largest)))
     # Within bounds where the scale and its inverse are both normal numbers.
     exponent = tl.minimum(tl.maximum(exponent, -120.0), 120.0)
     return tl.exp2(-exponent) + (largest - largest)
 
 
+@triton.jit
+def _largest(x, out, heads, length, dim, sb, sh, sn, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """out[b, h] = max |x[b, h]| by its bits, which are ordered like the numbers."""
+    b, h = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    n = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    d = tl.arange(0, COLUMNS)[None, :]
+    inside = (n < length) & (d < dim)
+    block = tl.load(x + b * sb + h * sh + n * sn + d, mask=inside, other=0.0).to(tl.float32)
+    bits = tl.abs(block).to(tl.int32, bitcast=True)
+    tl.atomic_max(out + b * heads + h, tl.max(tl.max(bits, 1), 0))
+
+
 def largest(x: Tensor) -> Tensor:
-    """The largest |x| of each head, float32: (heads,) of weights, (batch, heads) of values."""
-    axes = (-1,) if x.dim() == 2 else (-2, -1)
-    return torch.linalg.vector_norm(x, torch.inf, dim=axes, dtype=torch.float32)
+    """(batch, heads) float32: the largest |x| of each; NaN where there is one."""
+    batch, heads, length, dim = x.shape
+    out = x.new_zeros(batch, heads, dtype=torch.float32)
+    columns = triton.next_power_of_2(dim)
+    rows = max(1, 16384 // columns)
+    grid = triton.cdiv(length, rows), batch, heads
+    bits = out.view(torch.int32)
+    launch(
+        _largest,
+        grid,
+        x,
+        bits,
+        heads,
+        length,
+        dim,
+        *x.stride()[:3],
+        ROWS=rows,
+        COLUMNS=columns,
+        num_warps=8,
+    )
+    return out
+
+
+def largest_weight(w: Tensor) -> Tensor:
+    """(heads,) the largest |w|."""
+    return torch.linalg.vector_norm(w, torch.inf, dim=-1)
 
 
 @triton.jit
@@ -42,7 +79,19 @@ def _swap(src: Tensor, dst: Tensor) -> None:
     batch, outer, inner = src.shape
     block = 64
     grid = triton.cdiv(inner, block), outer, triton.cdiv(batch, block)
-    _copy[grid](src, dst, batch, inner, *src.stride(), *dst.stride(), BB=block, BJ=block, num_warps=4)
+    launch(
+        _copy,
+        grid,
+        src,
+        dst,
+        batch,
+        inner,
+        *src.stride(),
+        *dst.stride(),
+        BB=block,
+        BJ=block,
+        num_warps=4,
+    )
 
 
 def _lines(x: Tensor) -> Tensor:

@@ -17,8 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastrpb.kernels.launch import launch
+
 EXP, ELU1, RELU = 0, 1, 2
-LOOP = {"BLOCK": 64, "num_warps": 4, "num_stages": 3}
+STATE = {"BLOCK": 32, "num_warps": 4, "num_stages": 4}
+OUTPUT = {"BLOCK": 64, "num_warps": 4, "num_stages": 3}
+GRADIENTS = {"BLOCK": 64, "num_warps": 4, "num_stages": 2}
 PROGRAMS = 1056  # fill a large GPU
 _HIDDEN = tl.constexpr(-1e30)  # below any logarithm of a feature, yet finite
 
@@ -43,10 +47,10 @@ def _dot(a, b, acc, FULL: tl.constexpr):
 
 
 @triton.jit
-def _load(x, sn, n, end, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows n of x (., DIM), zero from row `end` on and beyond DIM columns."""
+def _load(x, sn, n, keep, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows n of x (., DIM), zero where not `keep` and beyond DIM columns."""
     d = tl.arange(0, WIDTH)[None, :]
-    inside = (n < end)[:, None]
+    inside = keep[:, None]
     if DIM != WIDTH:
         inside = inside & (d < DIM)
     return tl.load(x + n[:, None].to(tl.int64) * sn + d, mask=inside, other=0.0)
@@ -70,21 +74,19 @@ def _kept(mask, n, end, MASKED: tl.constexpr):
 @triton.jit
 def _features(x, KIND: tl.constexpr):
     """φ(x) of the maps that are no exponentials."""
-    if KIND == 1:
-        return tl.exp(tl.minimum(x, 0.0)) + tl.maximum(x, 0.0)
-    else:
-        return tl.maximum(x, 0.0) + 1e-3
+    positive = tl.maximum(x, 0.0)
+    return positive + (tl.exp(tl.minimum(x, 0.0)) if KIND == 1 else 1e-3)
 
 
 @triton.jit
 def _log_slope(x, KIND: tl.constexpr):
     """d log φ(x) / dx."""
-    if KIND == 0:
-        return tl.full(x.shape, 1.0, tl.float32)
-    elif KIND == 1:
-        return 1 / (1 + tl.maximum(x, 0.0))
-    else:
-        return tl.where(x > 0, 1 / (tl.maximum(x, 0.0) + 1e-3), 0.0)
+    slope = tl.full(x.shape, 1.0, tl.float32)
+    if KIND == 1:
+        slope = 1 / (1 + tl.maximum(x, 0.0))
+    if KIND == 2:
+        slope = tl.where(x > 0, 1 / (tl.maximum(x, 0.0) + 1e-3), 0.0)
+    return slope
 
 
 @triton.jit
@@ -96,14 +98,35 @@ def _query_weights(q, z, shift, DIM: tl.constexpr, WIDTH: tl.constexpr, KIND: tl
     else:
         weight = _features(q, KIND) * z[None, :]
     total = tl.sum(weight, 1)
-    return weight / tl.where(total == 0, 1.0, total)[:, None]
+    return weight * (1 / tl.where(total == 0, 1.0, total))[:, None]
 
 
 @triton.jit
 def _state(
-    k, v, mask, means, norms, shifts, heads, count, share, kb, kh, kn, vb, vh, vn, mb,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
-    KIND: tl.constexpr, MASKED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+    k,
+    v,
+    mask,
+    means,
+    norms,
+    shifts,
+    heads,
+    count,
+    share,
+    kb,
+    kh,
+    kn,
+    vb,
+    vh,
+    vn,
+    mb,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VDIM: tl.constexpr,
+    VWIDTH: tl.constexpr,
+    KIND: tl.constexpr,
+    MASKED: tl.constexpr,
+    FULL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Σ φ(k)vᵀ and Σ φ(k) over a share of the keys, φ = exp less its largest key."""
     part, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -117,22 +140,21 @@ def _state(
         highest = tl.full((BLOCK, WIDTH), _HIDDEN, tl.float32)
         for start in tl.range(part * share, end, BLOCK):
             n = start + tl.arange(0, BLOCK)
-            x = _load(k, kn, n, end, DIM, WIDTH).to(tl.float32)
-            highest = tl.maximum(highest, tl.where(_kept(mask, n, end, MASKED)[:, None], x, _HIDDEN))
+            keep = _kept(mask, n, end, MASKED)
+            x = _load(k, kn, n, keep, DIM, WIDTH).to(tl.float32)
+            highest = tl.maximum(highest, tl.where(keep[:, None], x, _HIDDEN))
         shift = tl.max(highest, 0)
     total = tl.zeros((WIDTH, VWIDTH), tl.float32)
     norm = tl.zeros((BLOCK, WIDTH), tl.float32)
     for start in tl.range(part * share, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
-        keep = _kept(mask, n, end, MASKED)[:, None]
-        x = _load(k, kn, n, end, DIM, WIDTH).to(tl.float32)
+        keep = _kept(mask, n, end, MASKED)
+        x = _load(k, kn, n, keep, DIM, WIDTH).to(tl.float32)
         if KIND == 0:
-            phi = tl.exp(tl.where(keep, x - shift[None, :], _HIDDEN))
+            phi = tl.exp(tl.where(keep[:, None], x - shift[None, :], _HIDDEN))
         else:
-            phi = tl.where(keep, _features(x, KIND), 0.0)
-        values = _load(v, vn, n, end, VDIM, VWIDTH)
-        if MASKED:
-            values = tl.where(keep, values, tl.zeros_like(values))
+            phi = tl.where(keep[:, None], _features(x, KIND), 0.0)
+        values = _load(v, vn, n, keep, VDIM, VWIDTH)
         norm += phi
         total = _dot(tl.trans(phi), values, total, FULL)
     row = ((b * heads + h) * tl.num_programs(0) + part) * WIDTH + f
@@ -143,9 +165,19 @@ def _state(
 
 @triton.jit
 def _merge(
-    sums, norms, shifts, means_out, norms_out, shifts_out, parts,
-    WIDTH: tl.constexpr, VWIDTH: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
-    SOME: tl.constexpr, MEANS: tl.constexpr,
+    sums,
+    norms,
+    shifts,
+    means_out,
+    norms_out,
+    shifts_out,
+    parts,
+    WIDTH: tl.constexpr,
+    VWIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SOME: tl.constexpr,
+    MEANS: tl.constexpr,
 ):
     """The parts as one: u and z at the largest shift, or plain sums."""
     bh = tl.program_id(1).to(tl.int64)
@@ -164,11 +196,11 @@ def _merge(
     d = tl.arange(0, VWIDTH)[None, None, :]
     for start in tl.range(0, PARTS, SOME):
         part = start + tl.arange(0, SOME)
-        row = (bh * parts + part)[:, None] * WIDTH + f[None, :]
-        there = (part < parts)[:, None]
-        block = tl.load(sums + row[:, :, None] * VWIDTH + d, mask=there[:, :, None], other=0.0)
+        some = (bh * parts + part)[:, None] * WIDTH + f[None, :]
+        inside = (part < parts)[:, None]
+        block = tl.load(sums + some[:, :, None] * VWIDTH + d, mask=inside[:, :, None], other=0.0)
         if MEANS:
-            decay = tl.exp(tl.load(shifts + row, mask=there, other=_HIDDEN) - shift[None, :])
+            decay = tl.exp(tl.load(shifts + some, mask=inside, other=_HIDDEN) - shift[None, :])
             block *= decay[:, :, None]
         total += tl.sum(block, 0)
     if MEANS:
@@ -181,14 +213,34 @@ def _merge(
 @triton.jit
 def _load_state(means, norms, bh, WIDTH: tl.constexpr, VWIDTH: tl.constexpr):
     row = bh * WIDTH + tl.arange(0, WIDTH)
-    return tl.load(means + row[:, None] * VWIDTH + tl.arange(0, VWIDTH)[None, :]), tl.load(norms + row)
+    return tl.load(means + row[:, None] * VWIDTH + tl.arange(0, VWIDTH)[None, :]), tl.load(
+        norms + row
+    )
 
 
 @triton.jit
 def _output(
-    q, y, means, norms, shifts, heads, count, share, qb, qh, qn, yb, yh, yn,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
-    KIND: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+    q,
+    y,
+    means,
+    norms,
+    shifts,
+    heads,
+    count,
+    share,
+    qb,
+    qh,
+    qn,
+    yb,
+    yh,
+    yn,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VDIM: tl.constexpr,
+    VWIDTH: tl.constexpr,
+    KIND: tl.constexpr,
+    FULL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """y = p·u."""
     part, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -199,7 +251,7 @@ def _output(
     end = tl.minimum(count, (part + 1) * share)
     for start in tl.range(part * share, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
-        x = _load(q, qn, n, end, DIM, WIDTH).to(tl.float32)
+        x = _load(q, qn, n, n < end, DIM, WIDTH).to(tl.float32)
         p = _query_weights(x, z, shift, DIM, WIDTH, KIND)
         out = _dot(p, u, tl.zeros((BLOCK, VWIDTH), tl.float32), FULL)
         _store(y, yn, n, end, out, VDIM, VWIDTH)
@@ -207,10 +259,33 @@ def _output(
 
 @triton.jit
 def _query_gradients(
-    q, g, dq, means, norms, shifts, d_means, d_norms, heads, count, share,
-    qb, qh, qn, gb, gh, gn, db, dh, dn,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
-    KIND: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+    q,
+    g,
+    dq,
+    means,
+    norms,
+    shifts,
+    d_means,
+    d_norms,
+    heads,
+    count,
+    share,
+    qb,
+    qh,
+    qn,
+    gb,
+    gh,
+    gn,
+    db,
+    dh,
+    dn,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VDIM: tl.constexpr,
+    VWIDTH: tl.constexpr,
+    KIND: tl.constexpr,
+    FULL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """dq, and du and Σ dℓ over a share of the queries."""
     part, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -225,9 +300,9 @@ def _query_gradients(
     end = tl.minimum(count, (part + 1) * share)
     for start in tl.range(part * share, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
-        x = _load(q, qn, n, end, DIM, WIDTH).to(tl.float32)
+        x = _load(q, qn, n, n < end, DIM, WIDTH).to(tl.float32)
         p = _query_weights(x, z, shift, DIM, WIDTH, KIND)
-        upstream = _load(g, gn, n, end, VDIM, VWIDTH)
+        upstream = _load(g, gn, n, n < end, VDIM, VWIDTH)
         t = _dot(upstream, tl.trans(u), tl.zeros((BLOCK, WIDTH), tl.float32), FULL)
         change = p * (t - tl.sum(p * t, 1)[:, None])
         _store(dq, dn, n, end, change * _log_slope(x, KIND), DIM, WIDTH)
@@ -240,10 +315,40 @@ def _query_gradients(
 
 @triton.jit
 def _key_gradients(
-    k, v, mask, dk, dv, means, norms, shifts, d_means, d_norms, heads, count, share,
-    kb, kh, kn, vb, vh, vn, mb, dkb, dkh, dkn, dvb, dvh, dvn,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
-    KIND: tl.constexpr, MASKED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+    k,
+    v,
+    mask,
+    dk,
+    dv,
+    means,
+    norms,
+    shifts,
+    d_means,
+    d_norms,
+    heads,
+    count,
+    share,
+    kb,
+    kh,
+    kn,
+    vb,
+    vh,
+    vn,
+    mb,
+    dkb,
+    dkh,
+    dkn,
+    dvb,
+    dvh,
+    dvn,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VDIM: tl.constexpr,
+    VWIDTH: tl.constexpr,
+    KIND: tl.constexpr,
+    MASKED: tl.constexpr,
+    FULL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """dk and dv, zero where masked."""
     part, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -260,16 +365,16 @@ def _key_gradients(
     end = tl.minimum(count, (part + 1) * share)
     for start in tl.range(part * share, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
-        keep = _kept(mask, n, end, MASKED)[:, None]
-        x = _load(k, kn, n, end, DIM, WIDTH).to(tl.float32)
+        keep = _kept(mask, n, end, MASKED)
+        x = _load(k, kn, n, keep, DIM, WIDTH).to(tl.float32)
         if KIND == 0:
-            a = tl.exp(tl.where(keep, x - shift[None, :], _HIDDEN)) * inverse[None, :]
+            a = tl.exp(tl.where(keep[:, None], x - shift[None, :], _HIDDEN)) * inverse[None, :]
         else:
-            a = tl.where(keep, _features(x, KIND), 0.0) * inverse[None, :]
-        values = _load(v, vn, n, end, VDIM, VWIDTH)
+            a = tl.where(keep[:, None], _features(x, KIND), 0.0) * inverse[None, :]
+        values = _load(v, vn, n, keep, VDIM, VWIDTH)
         da = _dot(values, tl.trans(du), tl.zeros((BLOCK, WIDTH), tl.float32), FULL)
         change = a * (da + constant[None, :]) * _log_slope(x, KIND)
-        _store(dk, dkn, n, end, tl.where(keep, change, 0.0), DIM, WIDTH)
+        _store(dk, dkn, n, end, change, DIM, WIDTH)
         d_values = _dot(a, du, tl.zeros((BLOCK, VWIDTH), tl.float32), FULL)
         _store(dv, dvn, n, end, d_values, VDIM, VWIDTH)
 
@@ -285,9 +390,8 @@ def _sizes(q: Tensor, v: Tensor, kind: int) -> dict:
     }
 
 
-def _parts(length: int, batch_heads: int) -> tuple[int, int]:
+def _parts(length: int, batch_heads: int, block: int) -> tuple[int, int]:
     """Into how many parts of how many positions to cut a sequence."""
-    block = LOOP["BLOCK"]
     wanted = max(1, min(PROGRAMS // batch_heads, triton.cdiv(length, 2 * block)))
     share = triton.cdiv(triton.cdiv(length, wanted), block) * block
     return triton.cdiv(length, share), share
@@ -305,51 +409,152 @@ def _merged(sums: Tensor, norms: Tensor, shifts: Tensor | None, sizes: dict) -> 
     means, z = _buffers(sums, 1, sizes)
     shift = torch.empty_like(z) if shifts is not None else z
     rows, count = 4, triton.next_power_of_2(parts)
-    _merge[width // rows, batch * heads](
-        sums, norms, norms if shifts is None else shifts, means, z, shift, parts,
-        WIDTH=width, VWIDTH=v_width, PARTS=count, ROWS=rows, SOME=min(16, count),
+    launch(
+        _merge,
+        (
+            width // rows,
+            batch * heads,
+        ),
+        sums,
+        norms,
+        norms if shifts is None else shifts,
+        means,
+        z,
+        shift,
+        parts,
+        WIDTH=width,
+        VWIDTH=v_width,
+        PARTS=count,
+        ROWS=rows,
+        SOME=min(16, count),
         MEANS=shifts is not None,
     )
-    return [means, z] if shifts is None else [means, z, shift]
+    return [x.squeeze(2) for x in ((means, z) if shifts is None else (means, z, shift))]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, y: Tensor, kind: int) -> list[Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, y: Tensor, kind: int
+) -> list[Tensor]:
     """Fill y; returns (u, z, shift) of the keys, which the gradients need."""
     (batch, heads, n, _), m = k.shape, q.shape[2]
     sizes, full = _sizes(q, v, kind), v.dtype == torch.float32
-    parts, share = _parts(n, batch * heads)
+    parts, share = _parts(n, batch * heads, STATE["BLOCK"])
     sums, norms = _buffers(k, parts, sizes)
     shifts = torch.empty_like(norms)
-    _state[parts, heads, batch](
-        k, v, k if mask is None else mask, sums, norms, shifts, heads, n, share,
-        *k.stride()[:3], *v.stride()[:3], 0 if mask is None else mask.stride(0),
-        MASKED=mask is not None, FULL=full, **sizes, **LOOP,
+    launch(
+        _state,
+        (
+            parts,
+            heads,
+            batch,
+        ),
+        k,
+        v,
+        k if mask is None else mask,
+        sums,
+        norms,
+        shifts,
+        heads,
+        n,
+        share,
+        *k.stride()[:3],
+        *v.stride()[:3],
+        0 if mask is None else mask.stride(0),
+        MASKED=mask is not None,
+        FULL=full,
+        **sizes,
+        **STATE,
     )
     state = _merged(sums, norms, shifts, sizes)
-    parts, share = _parts(m, batch * heads)
-    _output[parts, heads, batch](
-        q, y, *state, heads, m, share, *q.stride()[:3], *y.stride()[:3], FULL=full, **sizes, **LOOP
+    parts, share = _parts(m, batch * heads, OUTPUT["BLOCK"])
+    launch(
+        _output,
+        (
+            parts,
+            heads,
+            batch,
+        ),
+        q,
+        y,
+        *state,
+        heads,
+        m,
+        share,
+        *q.stride()[:3],
+        *y.stride()[:3],
+        FULL=full,
+        **sizes,
+        **OUTPUT,
     )
     return state
 
 
 def backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: list[Tensor],
-    dq: Tensor, dk: Tensor, dv: Tensor, kind: int,
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    state: list[Tensor],
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    kind: int,
 ) -> None:
     """Fill dq, dk and dv."""
     (batch, heads, n, _), m = k.shape, q.shape[2]
     sizes, full = _sizes(q, v, kind), v.dtype == torch.float32
-    parts, share = _parts(m, batch * heads)
+    parts, share = _parts(m, batch * heads, GRADIENTS["BLOCK"])
     d_sums, d_norms = _buffers(q, parts, sizes)
-    _query_gradients[parts, heads, batch](
-        q, g, dq, *state, d_sums, d_norms, heads, m, share,
-        *q.stride()[:3], *g.stride()[:3], *dq.stride()[:3], FULL=full, **sizes, **LOOP,
+    launch(
+        _query_gradients,
+        (
+            parts,
+            heads,
+            batch,
+        ),
+        q,
+        g,
+        dq,
+        *state,
+        d_sums,
+        d_norms,
+        heads,
+        m,
+        share,
+        *q.stride()[:3],
+        *g.stride()[:3],
+        *dq.stride()[:3],
+        FULL=full,
+        **sizes,
+        **GRADIENTS,
     )
     d_state = _merged(d_sums, d_norms, None, sizes)
-    parts, share = _parts(n, batch * heads)
-    _key_gradients[parts, heads, batch](
-        k, v, k if mask is None else mask, dk, dv, *state, *d_state, heads, n, share,
-        *k.stride()[:3], *v.stride()[:3], 0 if mask is None else mask.stride(0),
-        *dk.stride()[:3], *dv.stride()[:3], MASKED=mask is not None, FULL=full, **sizes, **LOOP,
+    parts, share = _parts(n, batch * heads, GRADIENTS["BLOCK"])
+    launch(
+        _key_gradients,
+        (
+            parts,
+            heads,
+            batch,
+        ),
+        k,
+        v,
+        k if mask is None else mask,
+        dk,
+        dv,
+        *state,
+        *d_state,
+        heads,
+        n,
+        share,
+        *k.stride()[:3],
+        *v.stride()[:3],
+        0 if mask is None else mask.stride(0),
+        *dk.stride()[:3],
+        *dv.stride()[:3],
+        MASKED=mask is not None,
+        FULL=full,
+        **sizes,
+        **GRADIENTS,
     )

@@ -4,7 +4,6 @@
 (batch, length, heads, dim), as a model's projections give them, or (batch, heads, length, dim).
 """
 
-import functools
 import importlib.util
 import os
 
@@ -18,14 +17,12 @@ PACKED_BELOW = 16  # channels a head, to make the batch columns
 HALF = (torch.float16, torch.bfloat16)
 
 
-@functools.cache
-def installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 def runs_on(x: Tensor) -> bool:
     """Whether Triton can compute with x here: on a GPU, or anywhere in its interpreter."""
-    return installed() and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
+    return INSTALLED and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def _like(v: Tensor, length: int) -> Tensor:
@@ -46,7 +43,7 @@ def _packs(v: Tensor) -> bool:
 
 
 def _is_long(v: Tensor, distances: int) -> bool:
-    return distances > CROSSOVER["packed" if _packs(v) else "wide"]
+    return v.dtype in HALF and distances > CROSSOVER["packed" if _packs(v) else "wide"]
 
 
 @torch.library.custom_op("fastrpb::toeplitz_triton", mutates_args=())
@@ -84,7 +81,7 @@ def _toeplitz_backward(g: Tensor, w: Tensor, v: Tensor, first: int) -> tuple[Ten
         dw = hierarchical.gradients(w, v, g, out, first)
     else:
         direct.product(w, g, out, first, sign=-1)
-        dw = direct.lags(g, v, first, w.shape[1]).contiguous()
+        dw = direct.lags(g, v, first, w.shape[1])
     if packs:
         layout.unpack(out, dv)
     return dw, dv
@@ -98,7 +95,8 @@ def _attention(
 
     y = _like(v, q.shape[2])
     mask = None if mask is None else mask.contiguous()
-    return y, *linear.forward(_rows(q), _rows(k), _rows(v), mask, y, kind)
+    means, norms, shifts = linear.forward(_rows(q), _rows(k), _rows(v), mask, y, kind)
+    return y, means, norms, shifts
 
 
 @torch.library.custom_op("fastrpb::linear_attention_triton_backward", mutates_args=())
@@ -115,12 +113,11 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from fastrpb.kernels import linear  # noqa: PLC0415
 
-    outputs = tuple(_like(x, x.shape[2]) for x in (q, k, v))
+    dq, dk, dv = (_like(x, x.shape[2]) for x in (q, k, v))
     mask = None if mask is None else mask.contiguous()
-    linear.backward(
-        *(_rows(x) for x in (g, q, k, v)), mask, [means, norms, shifts], *outputs, kind
-    )
-    return outputs
+    g, q, k, v = (_rows(x) for x in (g, q, k, v))
+    linear.backward(g, q, k, v, mask, [means, norms, shifts], dq, dk, dv, kind)
+    return dq, dk, dv
 
 
 @torch.library.custom_op("fastrpb::image_sums_triton", mutates_args=())
@@ -183,7 +180,7 @@ def _(rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class ImageSums(torch.autograd.Function):
-    """Row and column sums of images; `ImageSpread` is the adjoint, and each the other's gradient."""
+    """Row and column sums of images. `ImageSpread` is the adjoint: each is the other's gradient."""
 
     @staticmethod
     def forward(v, height, width):
