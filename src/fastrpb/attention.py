@@ -24,6 +24,7 @@ from fastrpb.features import (
     sikf,
 )
 from fastrpb.kernels import ops
+from fastrpb.kernels.autograd import apply
 
 Phi = FeatureMap | ExpFeatureMap
 AttentionImpl = Literal["auto", "torch", "triton"]
@@ -140,7 +141,7 @@ def linear_attention(
         lead = v.shape[:-3]
         q, k, v = (x.reshape(lead.numel(), *x.shape[-3:]) for x in (q, k, v))
         mask = None if mask is None else mask.reshape(lead.numel(), -1)
-        y, *_ = _Fused.apply(q, k, v, mask, _kind(phi))
+        y, *_ = apply(_Fused, q, k, v, mask, _kind(phi))
         return y.reshape(*lead, *y.shape[1:])
     return _plain(phi, q, k, v, mask, causal)
 
@@ -205,7 +206,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return *_FusedGradients.apply(g, *ctx.saved_tensors, ctx.kind), None, None
+        return *apply(_FusedGradients, g, *ctx.saved_tensors, ctx.kind), None, None
 
     @staticmethod
     def vmap(info, in_dims, *inputs):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -249,7 +250,7 @@ def _mapped(function: type[torch.autograd.Function], count: int, in_dims, inputs
         ops.into_batch(x, d, count) if isinstance(x, Tensor) else x
         for x, d in zip(inputs, in_dims, strict=True)
     ]
-    outputs = function.apply(*inputs)
+    outputs = apply(function, *inputs)
     return tuple(x.unflatten(0, (count, -1)) for x in outputs), (0,) * len(outputs)
 
 

@@ -21,7 +21,7 @@ Row = dict[str, object]
 TOKENS, HEADS, DIM = 65536, 8, 64
 LENGTHS = [1024, 2048, 4096, 16384, 65536]
 MILLION = 1 << 20
-FLEX = [1024, 4096, 16384]  # lengths for which FlexAttention is compiled
+FLEX = [1024, 4096]  # lengths for which FlexAttention is compiled
 DENSE = 4096  # the longest W that is formed
 
 
@@ -31,14 +31,14 @@ def replay_ms(run: Run) -> float:
 
     run()
     with torch.cuda.stream(torch.cuda.Stream()):
-        return float(do_bench_cudagraph(run, rep=30, return_mode="median"))  # pyright: ignore[reportArgumentType]
+        return float(do_bench_cudagraph(run, rep=20, return_mode="median"))  # pyright: ignore[reportArgumentType]
 
 
 def called_ms(run: Run) -> float:
     """Median milliseconds of calls, one after the other."""
     from triton.testing import do_bench  # noqa: PLC0415
 
-    return float(do_bench(run, warmup=10, rep=50, return_mode="median"))  # pyright: ignore[reportArgumentType]
+    return float(do_bench(run, warmup=10, rep=30, return_mode="median"))  # pyright: ignore[reportArgumentType]
 
 
 def with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> Run:
@@ -176,7 +176,8 @@ def attention_row(n: int) -> Row:
         "flash / forward+backward": replay_ms(with_gradients(sdpa, q, k, v)) / both_ms,
     }
     flex = flex_attention(w, n) if n in FLEX else None
-    row["flex / forward"] = replay_ms(lambda: flex(q, k, v)) / forward_ms if flex else "-"
+    # Called: a graph's side stream makes dynamo leave the compiled kernel.
+    row["flex / forward"] = called_ms(lambda: flex(q, k, v)) / forward_ms if flex else "-"
     return row
 
 

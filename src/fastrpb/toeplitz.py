@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastrpb.checks import check_floating, check_size, check_tensor, check_values, compute_dtype
 from fastrpb.kernels import ops
+from fastrpb.kernels.autograd import apply
 from fastrpb.kernels.fft import toeplitz_fft
 from fastrpb.kernels.product import product
 
@@ -110,6 +111,7 @@ def toeplitz_matmul(
     *,
     causal: bool = False,
     out_length: int | None = None,
+    prefix: int = 0,
     impl: Impl = "auto",
 ) -> Tensor:
     """Y = W·v with W[n, m] = w_{m-n}, W never formed: O(N log N) time a channel, O(N) weights.
@@ -121,12 +123,14 @@ def toeplitz_matmul(
         causal: use only the distances m-n <= 0; the other weights are ignored.
         out_length: M outputs over the N inputs (cross-attention); w then holds the M+N-1 distances
             -(M-1)..N-1. Default: N.
+        prefix: positions at the front (CLS) that neither get nor give, nor count in N and M: zero
+            rows and columns before W.
         impl: "dense" forms W; "fft" is exact at any length; "triton" is exact at any length
             on the tensor cores of a GPU; "auto" takes the fastest, as measured for this size, dtype
             and device.
 
     Returns:
-        (batch, heads, M, dim) in the dtype of v. Half precisions are computed in float32, by
+        (batch, heads, prefix+M, dim) in the dtype of v. Half precisions are computed in float32, by
         "triton" as products of half precisions with sums in float32: the errors of a dense product
         in that precision. The FFT takes two neighbouring channels together: its rounding is
         relative to the larger of the two, and a NaN in one reaches both; by "triton" it reaches all
@@ -137,7 +141,9 @@ def toeplitz_matmul(
     True
     """
     _check_pair(w, v)
-    n = v.shape[-2]
+    n = v.shape[-2] - prefix
+    if prefix < 0 or n < 1:
+        raise ValueError(f"v has {v.shape[-2]} positions, none after a prefix of {prefix}")
     m = n if out_length is None else out_length
     check_size("out_length", m)
     if w.dim() < 1 or w.shape[-1] != m + n - 1:
@@ -148,11 +154,14 @@ def toeplitz_matmul(
     lead = _broadcast_lead(w, w.shape[:-1], v)
     if _use_triton(impl, w, v):
         w, x = _canonical(w[..., :m] if causal else w, v, lead, v.dtype)
-        return _restore(product(w, x, 1 - m, m, "triton"), lead, v)
+        return _restore(product(w, x, 1 - m, m, "triton", prefix), lead, v)
     if causal:
         w = torch.nn.functional.pad(w[..., :m], (0, n - 1))
     w, x = _canonical(w, v, lead)
+    x = x[:, :, prefix:]
     y = toeplitz_fft(w, x, m) if _use_fft(impl, m * n, m + n - 1, x) else _dense(toeplitz(w, m), x)
+    if prefix:
+        y = torch.nn.functional.pad(y, (0, 0, prefix, 0))
     return _restore(y, lead, v)
 
 
@@ -193,10 +202,10 @@ def _additive(w: Tensor, v: Tensor, height: int, width: int, impl: Impl) -> Tens
     if _use_triton(impl, w, v) and v.dtype in ops.HALF:
         lead = _broadcast_lead(w, w.shape[:-1], v)
         _, x = _canonical(w, v, lead, v.dtype)
-        rows, columns = ops.ImageSums.apply(x, height, width)
+        rows, columns = apply(ops.ImageSums, x, height, width)
         down = toeplitz_matmul(down, rows, impl="triton")
         across = toeplitz_matmul(across, columns, impl="triton")
-        return _restore(ops.ImageSpread.apply(down, across, v.dtype), lead, v)
+        return _restore(apply(ops.ImageSpread, down, across, v.dtype), lead, v)
     image = v.unflatten(-2, (height, width))
     dtype = compute_dtype(w, v)
     down = toeplitz_matmul(down, image.sum(-2, dtype=dtype), impl=impl)

@@ -19,9 +19,11 @@ PRODUCT = {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 4}
 NARROW = {"BM": 128, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3}
 LAGS = {"BT": 128, "BK": 64, "num_warps": 4, "num_stages": 3}
 FLOAT32 = {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
+FEW = {"BM": 64, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 4}
+NARROW_LAGS = {"BT": 64, "BK": 32, "num_warps": 4, "num_stages": 4}
 FLOAT32_LAGS = {"BT": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
 COPIES = 8
-PROGRAMS = 1024  # fill a large GPU several times
+ENOUGH, PROGRAMS = 132, 1024  # to occupy a large GPU, and to fill it several times
 
 
 @triton.jit
@@ -93,7 +95,8 @@ def _product(
     for m in tl.range(low, high, BK):
         at = (m + k)[:, None]
         v_tile = tl.load(v_at + at.to(tl.int64) * vn, mask=inside & (at < n_in), other=0.0)
-        acc = tl.dot(tl.load(w_at + m), v_tile, acc, input_precision="tf32x3")
+        w_tile = tl.load(w_at + m)
+        acc = tl.dot(w_tile, v_tile, acc, input_precision="tf32x3")
     if SCALE:
         acc *= 1 / unit(tl.load(top + h))
     n = (start + row)[:, None]
@@ -104,7 +107,7 @@ def _product(
 def product(w: Tensor, v: Tensor, y: Tensor, first: int, *, sign: int = 1) -> None:
     """y[n] = Σ_d w_d · v[n+sign·d]; v and y (batch, heads, ., dim) with contiguous dim."""
     (_, heads, n, dim), m, columns = v.shape, y.shape[2], v.shape[0] * v.shape[3]
-    tile = _tile(v.dtype, columns)
+    tile = _tile(v.dtype, columns, heads * triton.cdiv(m, PRODUCT["BM"]))
     size = tile["BM"]
     zero = triton.cdiv(m, size) * size
     width = zero + triton.cdiv(n, size) * size + size  # loads past the last tile stay inside
@@ -153,10 +156,13 @@ def product(w: Tensor, v: Tensor, y: Tensor, first: int, *, sign: int = 1) -> No
     )
 
 
-def _tile(dtype: torch.dtype, columns: int) -> dict[str, int]:
+def _tile(dtype: torch.dtype, columns: int, rows: int) -> dict[str, int]:
+    """The tile for so many columns of a head, and rows of tiles of all heads."""
     if dtype == torch.float32:
         return FLOAT32
-    return PRODUCT if columns > 64 else NARROW | {"BN": 64 if columns > 32 else 32}
+    if columns <= 64:
+        return NARROW | {"BN": 64 if columns > 32 else 32}
+    return PRODUCT if rows * triton.cdiv(columns, PRODUCT["BN"]) >= ENOUGH else FEW
 
 
 @triton.jit
@@ -233,9 +239,8 @@ def _collect(sums, dw, distances, offset, blocks, parts, BT: tl.constexpr):
 def lags(g: Tensor, v: Tensor, first: int, distances: int) -> Tensor:
     """dw_d = Σ_n ⟨g[n], v[n+d]⟩ over batch and dim: (heads, distances) float32, from `first` on."""
     (_, heads, n, dim), m, columns = v.shape, g.shape[2], v.shape[0] * v.shape[3]
-    tile = (FLOAT32_LAGS if v.dtype == torch.float32 else LAGS) | (
-        {"BK": 32} if columns <= 32 else {}
-    )
+    g = g.contiguous()  # every block is read for many distances
+    tile = FLOAT32_LAGS if v.dtype == torch.float32 else NARROW_LAGS if columns <= 32 else LAGS
     size, chunk = tile["BT"], tile["BK"]
     first_block, last_block = first // size, (first + distances - 1) // size + 1
     blocks = last_block - first_block + 1

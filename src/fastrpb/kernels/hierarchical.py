@@ -552,14 +552,16 @@ class _Blocked:
         return z
 
     def chunks(self, v: Tensor, scratch: float) -> Iterator[tuple[slice, slice]]:
-        """Slices of batch and heads whose X takes at most `scratch` times the memory of v."""
+        """Slices of the batch, or of the heads, whose X takes at most `scratch` sizes of v."""
         batch, heads, _, dim = v.shape
         room = max(1, int(scratch * v.numel() * 2) // (4 * self.blocks * self.size * dim))
-        hs = min(heads, room)
-        bs = min(batch, max(1, room // heads))
-        for b in range(0, batch, bs):
-            for h in range(0, heads, hs):
-                yield slice(b, b + bs), slice(h, h + hs)
+        every = slice(None)
+        for b in range(0, batch, max(1, room // heads)):
+            if room >= heads:
+                yield slice(b, b + room // heads), every
+            else:
+                for h in range(0, heads, room):
+                    yield slice(b, b + 1), slice(h, h + room)
 
 
 def product(w: Tensor, v: Tensor, y: Tensor, first: int) -> None:
@@ -575,6 +577,7 @@ def product(w: Tensor, v: Tensor, y: Tensor, first: int) -> None:
     for bs, hs in blocked.chunks(v, scratch):
         z = blocked.multiply(table[hs], blocked.analyse(v[bs, hs], top[bs, hs]))
         blocked.synthesise(z, y[bs, hs], top[bs, hs], w_top[hs], factor)
+        del z  # before the next one is there
 
 
 def gradients(w: Tensor, v: Tensor, g: Tensor, dv: Tensor, first: int) -> Tensor:
@@ -616,4 +619,5 @@ def gradients(w: Tensor, v: Tensor, g: Tensor, dv: Tensor, first: int) -> Tensor
         del xs
         z = blocked.multiply(table[hs], gs)
         blocked.synthesise(z, dv[bs, hs], g_top[bs, hs], w_top[hs], factor)
+        del gs, z
     return blocked.distances(sums, norm, first, distances)

@@ -1,6 +1,7 @@
 """Row and column sums of images, and their adjoint, in one read or one write of the pixels.
 
-Larger images than 128 rows and columns together are read once for every 128 of them.
+The sums are a product with a matrix of zeros and ones, so that one read of an image gives up to
+LARGEST of them.
 """
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from fastrpb.kernels.launch import launch
 
 SUMS = {"BM": 64, "BK": 128, "num_warps": 4, "num_stages": 3}
+LARGEST = 128  # rows and columns together
 ROWS, COLUMNS = 4, 32  # of a tile of `_spread`
 
 

@@ -10,6 +10,8 @@ import os
 import torch
 from torch import Tensor
 
+from fastrpb.kernels.autograd import apply
+
 # Measured on an NVIDIA H200, bfloat16: above so many distances of a head the hierarchical product
 # is faster than the direct one, with at least 16 channels a head, or fewer and the batch packed.
 CROSSOVER = {"wide": 5000, "packed": 5000}
@@ -47,13 +49,16 @@ def _is_long(v: Tensor, distances: int) -> bool:
 
 
 @torch.library.custom_op("fastrpb::toeplitz_triton", mutates_args=())
-def _toeplitz(w: Tensor, v: Tensor, first: int, out_length: int) -> Tensor:
-    y = _like(v, out_length)
-    if not y.numel():
-        return y
+def _toeplitz(w: Tensor, v: Tensor, first: int, out_length: int, prefix: int) -> Tensor:
+    result = _like(v, prefix + out_length)
+    if not result.numel():
+        return result
     from fastrpb.kernels import direct, hierarchical, layout  # noqa: PLC0415
 
-    w, v = w.contiguous(), _rows(v)
+    w, v, y = w.contiguous(), _rows(v), result
+    if prefix:
+        result[:, :, :prefix] = 0
+        v, y = v[:, :, prefix:], y[:, :, prefix:]
     packs, is_long = _packs(v), _is_long(v, w.shape[1])
     x, out = (layout.pack(v), layout.empty_packed(y, out_length)) if packs else (v, y)
     if is_long:
@@ -62,17 +67,22 @@ def _toeplitz(w: Tensor, v: Tensor, first: int, out_length: int) -> Tensor:
         direct.product(w, x, out, first)
     if packs:
         layout.unpack(out, y)
-    return y
+    return result
 
 
 @torch.library.custom_op("fastrpb::toeplitz_triton_backward", mutates_args=())
-def _toeplitz_backward(g: Tensor, w: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    dv = _like(v, v.shape[2])
+def _toeplitz_backward(
+    g: Tensor, w: Tensor, v: Tensor, first: int, prefix: int
+) -> tuple[Tensor, Tensor]:
+    result = dv = _like(v, v.shape[2])
     if not v.numel():
         return torch.zeros_like(w), dv
     from fastrpb.kernels import direct, hierarchical, layout  # noqa: PLC0415
 
     w, g, v = w.contiguous(), _rows(g), _rows(v)
+    if prefix:
+        dv[:, :, :prefix] = 0
+        g, v, dv = (x[:, :, prefix:] for x in (g, v, dv))
     packs, is_long = _packs(v), _is_long(v, w.shape[1])
     out = layout.empty_packed(dv, v.shape[2]) if packs else dv
     if packs:
@@ -84,7 +94,7 @@ def _toeplitz_backward(g: Tensor, w: Tensor, v: Tensor, first: int) -> tuple[Ten
         dw = direct.lags(g, v, first, w.shape[1])
     if packs:
         layout.unpack(out, dv)
-    return dw, dv
+    return dw, result
 
 
 @torch.library.custom_op("fastrpb::linear_attention_triton", mutates_args=())
@@ -124,6 +134,9 @@ def _attention_backward(
 def _image_sums(v: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
     from fastrpb.kernels import image  # noqa: PLC0415
 
+    if height + width > image.LARGEST:
+        pixels = v.unflatten(2, (height, width))
+        return pixels.sum(3, dtype=torch.float32), pixels.sum(2, dtype=torch.float32)
     return image.sums(_rows(v), height, width)
 
 
@@ -138,12 +151,12 @@ def _image_spread(rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @_toeplitz.register_fake
-def _(w: Tensor, v: Tensor, first: int, out_length: int) -> Tensor:
-    return _like(v, out_length)
+def _(w: Tensor, v: Tensor, first: int, out_length: int, prefix: int) -> Tensor:
+    return _like(v, prefix + out_length)
 
 
 @_toeplitz_backward.register_fake
-def _(g: Tensor, w: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor]:
+def _(g: Tensor, w: Tensor, v: Tensor, first: int, prefix: int) -> tuple[Tensor, Tensor]:
     return w.new_empty(w.shape), _like(v, v.shape[2])
 
 
@@ -192,12 +205,12 @@ class ImageSums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, rows, columns):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ImageSpread.apply(rows, columns, ctx.dtype), None, None
+        return apply(ImageSpread, rows, columns, ctx.dtype), None, None
 
     @staticmethod
     def vmap(info, in_dims, v, height, width):  # pyright: ignore[reportIncompatibleMethodOverride]
         v = into_batch(v, in_dims[0], info.batch_size)
-        sums = ImageSums.apply(v, height, width)
+        sums = apply(ImageSums, v, height, width)
         return tuple(x.unflatten(0, (info.batch_size, -1)) for x in sums), (0, 0)
 
 
@@ -214,13 +227,13 @@ class ImageSpread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return *ImageSums.apply(g, ctx.height, ctx.width), None
+        return *apply(ImageSums, g, ctx.height, ctx.width), None
 
     @staticmethod
     def vmap(info, in_dims, rows, columns, dtype):  # pyright: ignore[reportIncompatibleMethodOverride]
         rows = into_batch(rows, in_dims[0], info.batch_size)
         columns = into_batch(columns, in_dims[1], info.batch_size)
-        return ImageSpread.apply(rows, columns, dtype).unflatten(0, (info.batch_size, -1)), 0
+        return apply(ImageSpread, rows, columns, dtype).unflatten(0, (info.batch_size, -1)), 0
 
 
 def into_batch(x: Tensor, mapped: int | None, count: int) -> Tensor:
