@@ -37,12 +37,12 @@ def poisoned():
 def way(request, monkeypatch):
     """All products by one of the kernels, whatever their length."""
     limit = 10**9 if request.param == "direct" else 0
-    monkeypatch.setattr(ops, "CROSSOVER", {"wide": limit, "packed": limit})
-    if request.param == "two steps":
-        cut = hierarchical.Cut
-        monkeypatch.setattr(
-            hierarchical, "cut", lambda n, gradients=False: cut(-(-n // 128), 2, 64)
-        )
+    monkeypatch.setattr(ops, "CROSSOVER", limit)
+    sizes = {"two steps": (2, 64), "wide blocks": (1, 128)}.get(request.param)
+    if sizes:
+        inner, size = sizes
+        cut = lambda n, *_, **__: hierarchical.Cut(-(-n // (inner * size)), inner, size)  # noqa: E731
+        monkeypatch.setattr(hierarchical, "cut", cut)
     return request.param
 
 
@@ -94,7 +94,8 @@ def assert_as_good_as_plain(fast, plain, w, v, factor=2.0):
         ("hierarchical", (2, 1, 190, 16), 190, torch.float16),
         ("hierarchical", (1, 2, 100, 16), 190, torch.bfloat16),
         ("hierarchical", (9, 2, 130, 2), 130, torch.bfloat16),
-        ("two steps", (1, 1, 250, 16), 250, torch.float16),
+        ("wide blocks", (1, 1, 250, 16), 250, torch.float16),
+        ("two steps", (1, 1, 250, 16), 250, torch.bfloat16),
         ("two steps", (17, 1, 250, 1), 130, torch.bfloat16),
     ],
     indirect=["way"],
@@ -114,10 +115,13 @@ def test_products_and_gradients(way, shape, m, dtype, causal):
     assert_as_good_as_plain(fast, plain, w, v, factor=2.0 if way == "direct" else 3.0)
 
 
-def test_prefix(way):
-    """Zero rows and columns before W, in gradients too."""
+@pytest.mark.parametrize("dim", [2, 16])
+@pytest.mark.parametrize("inside", [False, True])
+def test_prefix(way, dim, inside):
+    """Zero rows and columns before W, in gradients too, in either memory order."""
     rpb = FastRPB(2, 100, prefix=3, init=init.normal(1.0)).to(DEVICE)
-    v = rand(2, 2, 103, 16, dtype=torch.float16)
+    v = rand(2, 2, 103, dim, dtype=torch.float16)
+    v = v.transpose(1, 2).contiguous().transpose(1, 2) if inside else v
 
     def fast(w, v):
         return toeplitz_matmul(w, v, prefix=3, impl="triton")
@@ -128,6 +132,15 @@ def test_prefix(way):
     assert_as_good_as_plain(fast, plain, rpb.w.detach(), v, factor=3.0)
     assert not fast(rpb.w, v)[:, :, :3].any()
     assert error(rpb(v), rpb.matrix(103).double() @ v.double()) < 1e-3
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("dtype", HALF)
+def test_cuts_cover_any_length(dtype, gradients):
+    for n in (1, 63, 64, 8193, 16385, 70_001, 131_073, 1 << 20, (1 << 20) + 1):
+        outer, inner, size = hierarchical.cut(n, dtype, gradients=gradients)
+        assert (outer - 1) * inner * size < n <= outer * inner * size
+        assert inner == 1 or dtype == torch.bfloat16
 
 
 def test_float32_by_the_direct_kernel():

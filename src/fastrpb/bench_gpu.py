@@ -176,7 +176,6 @@ def attention_row(n: int) -> Row:
         "flash / forward+backward": replay_ms(with_gradients(sdpa, q, k, v)) / both_ms,
     }
     flex = flex_attention(w, n) if n in FLEX else None
-    # Called: a graph's side stream makes dynamo leave the compiled kernel.
     row["flex / forward"] = called_ms(lambda: flex(q, k, v)) / forward_ms if flex else "-"
     return row
 

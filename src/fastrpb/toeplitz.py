@@ -282,8 +282,7 @@ def _dense(matrix: Tensor, v: Tensor) -> Tensor:
 
 def _use_triton(impl: str, w: Tensor, v: Tensor) -> bool:
     if impl != "triton":
-        half = v.dtype in ops.HALF and w.dtype != torch.float64
-        return impl == "auto" and half and v.is_cuda and ops.INSTALLED
+        return impl == "auto" and v.is_cuda and ops.wins(w, v)
     if not ops.runs_on(v):
         raise ValueError(
             f"impl='triton' needs a GPU and the package triton, v is on {v.device}; use impl='auto'"

@@ -9,7 +9,8 @@ the block index makes it P independent complex L×L Toeplitz matrices A_f:
 
 The DFT is that of length 2P at the frequencies ω_f = 2π(2f+1)/4P. It serves as well as the usual
 one, since nothing wraps, and none of the frequencies is real: one of each conjugate pair makes P
-complex numbers. For long sequences it takes two steps, P = P1·P2. O(N√N) or O(N∛N) operations.
+complex numbers. For long sequences it takes two steps, P = P1·P2: see `Cut`. O(N√N) or O(N∛N)
+operations.
 
 X and Z are float16, which is finer than bfloat16: V is scaled by a power of two for each batch
 element and head, w for each head, such that no input overflows. Sums are float32. Batch and heads
@@ -46,15 +47,18 @@ class Cut(NamedTuple):
     size: int
 
 
-def cut(length: int, *, gradients: bool = False) -> Cut:
+def cut(length: int, dtype: torch.dtype, *, gradients: bool = False) -> Cut:
     """Measured on an NVIDIA H200: the DFT and the blocks should cost about the same.
 
     The sums over diagonals that dw takes grow with L, so that gradients want shorter blocks.
+    float16 takes one step at any length: two would double the error of a dense product.
     """
-    if gradients:
-        inner, size = 1 if length <= 16384 else 32 if length <= 131072 else 128, 64
-    elif length <= 131072:
-        inner, size = 1, 64 if length <= 8192 else 128 if length <= 32768 else 256
+    one_step = dtype == torch.float16 or length <= (16384 if gradients else 131072)
+    if one_step:
+        limits = (16384, 65536, 131072) if gradients else (8192, 32768, 131072)
+        inner, size = 1, next((64 << i for i, n in enumerate(limits) if length <= n), 1024)
+    elif gradients:
+        inner, size = 32 if length <= 131072 else 128, 64
     else:
         inner, size = 64, 128
     return Cut(triton.cdiv(length, inner * size), inner, size)
@@ -570,7 +574,7 @@ def product(w: Tensor, v: Tensor, y: Tensor, first: int) -> None:
     w (heads, K) holds the distances first..first+K-1. Beyond y this takes about half the memory of
     v up to 4096 positions, where speed allows it, and two to four times that of v beyond.
     """
-    blocked = _Blocked(cut(max(v.shape[2], y.shape[2])), v)
+    blocked = _Blocked(cut(max(v.shape[2], y.shape[2]), v.dtype), v)
     table, w_top, factor = blocked.spectrum(w, first, 1)
     scratch = 0.4 if blocked.blocks * blocked.size <= 4096 else 2.1
     top = largest(v)
@@ -583,7 +587,7 @@ def product(w: Tensor, v: Tensor, y: Tensor, first: int) -> None:
 def gradients(w: Tensor, v: Tensor, g: Tensor, dv: Tensor, first: int) -> Tensor:
     """dv[m] = Σ_d w_d · g[m-d], and returned dw_d = Σ_n ⟨g[n], v[n+d]⟩ in float32."""
     heads, distances = w.shape
-    blocked = _Blocked(cut(max(v.shape[2], g.shape[2]), gradients=True), v)
+    blocked = _Blocked(cut(max(v.shape[2], g.shape[2]), v.dtype, gradients=True), v)
     table, w_top, factor = blocked.spectrum(w, first, -1)
     v_top, g_top = largest(v), largest(g)
     norm = (v_top * g_top).amax(0).clamp(min=torch.finfo(torch.float32).tiny)

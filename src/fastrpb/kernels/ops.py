@@ -12,19 +12,24 @@ from torch import Tensor
 
 from fastrpb.kernels.autograd import apply
 
-# Measured on an NVIDIA H200, bfloat16: above so many distances of a head the hierarchical product
-# is faster than the direct one, with at least 16 channels a head, or fewer and the batch packed.
-CROSSOVER = {"wide": 5000, "packed": 5000}
+# Measured on an NVIDIA H200, with torch 2.11 and Triton 3.6. In distances of a head:
+CROSSOVER = 5000  # above, the hierarchical product is faster than the direct one
+FLOAT16_LIMIT = 262_144  # above, the FFT is faster than the one step that float16 takes
+
 PACKED_BELOW = 16  # channels a head, to make the batch columns
 HALF = (torch.float16, torch.bfloat16)
-
-
 INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 def runs_on(x: Tensor) -> bool:
     """Whether Triton can compute with x here: on a GPU, or anywhere in its interpreter."""
     return INSTALLED and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def wins(w: Tensor, v: Tensor) -> bool:
+    """Whether these operators are the fastest for a product on a GPU: in half precisions."""
+    fits = INSTALLED and v.dtype in HALF and w.dtype != torch.float64
+    return fits and (v.dtype == torch.bfloat16 or w.shape[-1] <= FLOAT16_LIMIT)
 
 
 def _like(v: Tensor, length: int) -> Tensor:
@@ -45,7 +50,7 @@ def _packs(v: Tensor) -> bool:
 
 
 def _is_long(v: Tensor, distances: int) -> bool:
-    return v.dtype in HALF and distances > CROSSOVER["packed" if _packs(v) else "wide"]
+    return v.dtype in HALF and distances > CROSSOVER
 
 
 @torch.library.custom_op("fastrpb::toeplitz_triton", mutates_args=())
