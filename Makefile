@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run test test-browser lint format fuzz bench bench-model clean
+.PHONY: help run test test-browser test-gpu lint format fuzz bench bench-model bench-gpu clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -25,6 +25,9 @@ test: $(READY)  ## Set up and run the whole suite
 test-browser: $(READY)  ## Look at the report in headless Chromium (Debian's package chromium)
 	$(BIN)/pytest -m browser
 
+test-gpu: $(READY)  ## Run the tests of the kernels on this machine's GPU
+	$(BIN)/pytest tests/test_kernels.py
+
 lint: $(READY)  ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -42,6 +45,9 @@ bench: $(READY)  ## Measure speed and memory on this machine's CPU
 
 bench-model: $(READY)  ## Measure every attention with every positional encoding
 	$(BIN)/fastrpb bench model
+
+bench-gpu: $(READY)  ## Measure the kernels on this machine's GPU
+	$(BIN)/fastrpb bench gpu
 
 clean:  ## Remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -1,10 +1,16 @@
+import importlib.util
+
 import pytest
 import torch
 
+import interpreter
 from fastrpb.config import override, preset
 
 SIZE = {"layers": 1, "dim": 16, "heads": 2, "mlp_dim": 16, "filters": 2, "dropout": 0.1}
 SMALL = {**SIZE, "pooling": "cls", "absolute": "learned", "batch_size": 8, "steps": 30}
+
+if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
+    interpreter.use()
 
 
 @pytest.fixture(autouse=True)

@@ -230,6 +230,15 @@ def test_gradients_of_more_work_than_one_chunk():
     torch.testing.assert_close(dv, exact[1], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_prefix_is_left_out(impl):
+    w, v = torch.randn(3, 5 + 7 - 1), torch.randn(2, 3, 2 + 7, 4)
+    y = toeplitz_matmul(w, v, out_length=5, prefix=2, impl=impl)
+    assert y.shape == (2, 3, 2 + 5, 4)
+    assert not y[:, :, :2].any()
+    assert_product(y[:, :, 2:], toeplitz(w, 5), v[:, :, 2:], 12)
+
+
 @pytest.mark.parametrize("impl", ["dense", "fft"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("w_dtype", [torch.float16, torch.float32, torch.float64])
@@ -364,7 +373,13 @@ W, V = torch.randn(3, 9), torch.randn(2, 3, 5, 4)
         (lambda: toeplitz_matmul(W.int(), V), TypeError, "w must.*int32"),
         (lambda: toeplitz_matmul(W, V.to(torch.complex64)), TypeError, "v must.*complex64"),
         (lambda: toeplitz_matmul(W, V.numpy()), TypeError, "v must be a tensor, got ndarray"),
-        (lambda: toeplitz_matmul(W, V, impl="triton"), ValueError, "'triton'.*auto, dense, fft"),
+        (
+            lambda: toeplitz_matmul(W, V, impl="cuda"),
+            ValueError,
+            "'cuda'.*auto, dense, fft, triton",
+        ),
+        (lambda: toeplitz_matmul(W, V, prefix=5), ValueError, "5 positions.*prefix of 5"),
+        (lambda: toeplitz_matmul(W, V, prefix=-1), ValueError, "prefix of -1"),
         (lambda: toeplitz_matmul(W.to("meta"), V), ValueError, "w is on meta and v on cpu"),
         (lambda: toeplitz_matmul_2d(W[:, 2:7], V, (2, 3)), ValueError, "5 positions.*6"),
         (lambda: toeplitz_matmul_2d(W, V, (1, 4)), ValueError, r"1×4.*\(heads, 7\).*\(3, 9\)"),

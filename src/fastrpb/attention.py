@@ -6,15 +6,31 @@ key gives zeros. Causal means that output n sees the inputs m <= n, also where M
 Linear attention computes in float32 inside for half precisions, also under autocast.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from fastrpb.checks import check_floating, check_mask, check_values, compute_dtype
-from fastrpb.features import HIDDEN, ExpFeatureMap, FeatureMap
+from fastrpb.features import (
+    ELU1,
+    HIDDEN,
+    SIKF,
+    ExpFeatureMap,
+    FeatureMap,
+    ReLU,
+    elu1,
+    relu,
+    sikf,
+)
+from fastrpb.kernels import ops
+from fastrpb.kernels.autograd import apply
 
 Phi = FeatureMap | ExpFeatureMap
+AttentionImpl = Literal["auto", "torch", "triton"]
+
+_FUSED = (sikf, elu1, relu)  # the maps that the kernels know, by number
+_FUSED_DIM = 128  # the most channels they take
 
 _CHUNK = 64  # positions that the causal form handles by their quadratic definition
 
@@ -99,12 +115,15 @@ def linear_attention(
     phi: Phi,
     mask: Tensor | None = None,
     causal: bool = False,
+    impl: AttentionImpl = "auto",
 ) -> Tensor:
     """y_n = φ(q_n)ᵀ Σ_m φ(k_m)v_mᵀ / φ(q_n)ᵀ Σ_m φ(k_m): O(N) time and memory.
 
     Args:
         q, k, v, mask, causal: see the module.
         phi: a feature map, such as `fastrpb.sikf`.
+        impl: "triton" fuses the bidirectional form on a GPU, for `sikf`, `elu1` and `relu` and up
+            to 128 channels; "torch" computes anything anywhere; "auto" fuses what it can.
 
     The causal form works in chunks: within one by the quadratic definition, across them by the
     sums so far, one a chunk.
@@ -118,6 +137,16 @@ def linear_attention(
     """
     _check(q, k, v, mask)
     _check_phi(phi)
+    if _use_triton(impl, phi, q, k, v, causal):
+        lead = v.shape[:-3]
+        q, k, v = (x.reshape(lead.numel(), *x.shape[-3:]) for x in (q, k, v))
+        mask = None if mask is None else mask.reshape(lead.numel(), -1)
+        y, *_ = apply(_Fused, q, k, v, mask, _kind(phi))
+        return y.reshape(*lead, *y.shape[1:])
+    return _plain(phi, q, k, v, mask, causal)
+
+
+def _plain(phi: Phi, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     dtype = v.dtype
     with torch.autocast(v.device.type, enabled=False):
         q, k, v = _widened(q, k, v)
@@ -128,6 +157,101 @@ def linear_attention(
         else:
             sums = _causal(phi, q, k, values, mask)
         return _divide(sums[..., :-1], sums[..., -1:]).to(dtype)
+
+
+def _kind(phi: Phi) -> int | None:
+    """The number of a map among those that the kernels know."""
+    return {SIKF: 0, ELU1: 1, ReLU: 2}.get(type(phi))
+
+
+def _use_triton(impl: str, phi: Phi, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    if impl not in get_args(AttentionImpl):
+        options = ", ".join(get_args(AttentionImpl))
+        raise ValueError(f"unknown impl={impl!r}; choose from {options}")
+    dims = q.shape[-1], v.shape[-1]
+    fits = (
+        not causal
+        and _kind(phi) is not None
+        and all(x.dtype in (*ops.HALF, torch.float32) for x in (q, k, v))
+        and 1 <= min(dims) <= max(dims) <= _FUSED_DIM
+    )
+    if impl != "triton":
+        return impl == "auto" and fits and v.is_cuda and ops.INSTALLED and bool(v.numel())
+    if not ops.runs_on(v):
+        raise ValueError(
+            f"impl='triton' needs a GPU and the package triton, v is on {v.device}; use impl='auto'"
+        )
+    if not fits:
+        raise ValueError(
+            f"impl='triton' is for causal=False, sikf, elu1 or relu, up to {_FUSED_DIM} channels "
+            f"and no float64; got causal={causal}, {type(phi).__name__}, {dims[0]} and {dims[1]} "
+            f"channels, {v.dtype}; use impl='auto'"
+        )
+    return True
+
+
+class _Fused(torch.autograd.Function):
+    """The operator `fastrpb::linear_attention_triton`; gradients of gradients by plain torch."""
+
+    @staticmethod
+    def forward(q, k, v, mask, kind):
+        return torch.ops.fastrpb.linear_attention_triton(q, k, v, mask, kind)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.kind = inputs
+        _, *state = output
+        ctx.mark_non_differentiable(*state)
+        ctx.save_for_backward(*tensors, *state)
+
+    @staticmethod
+    def backward(ctx, g, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return *apply(_FusedGradients, g, *ctx.saved_tensors, ctx.kind), None, None
+
+    @staticmethod
+    def vmap(info, in_dims, *inputs):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _mapped(_Fused, info.batch_size, in_dims, inputs)
+
+
+class _FusedGradients(torch.autograd.Function):
+    """(dq, dk, dv) of ⟨g, attention⟩, given the state that the forward left."""
+
+    @staticmethod
+    def forward(g, q, k, v, mask, means, norms, shifts, kind):
+        return torch.ops.fastrpb.linear_attention_triton_backward(
+            g, q, k, v, mask, means, norms, shifts, kind
+        )
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:5])
+        ctx.kind = inputs[-1]
+
+    @staticmethod
+    def backward(ctx, *upstream):
+        *tensors, mask = ctx.saved_tensors
+
+        def gradients(g, q, k, v):
+            def attention(q, k, v):
+                return _plain(_FUSED[ctx.kind], q, k, v, mask, False)
+
+            return torch.func.vjp(attention, q, k, v)[1](g)
+
+        return *torch.func.vjp(gradients, *tensors)[1](upstream), *(None for _ in range(5))
+
+    @staticmethod
+    def vmap(info, in_dims, *inputs):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _mapped(_FusedGradients, info.batch_size, in_dims, inputs)
+
+
+def _mapped(function: type[torch.autograd.Function], count: int, in_dims, inputs):
+    """`function` under `torch.func.vmap`: what is mapped over joins the batch."""
+    inputs = [
+        ops.into_batch(x, d, count) if isinstance(x, Tensor) else x
+        for x, d in zip(inputs, in_dims, strict=True)
+    ]
+    outputs = apply(function, *inputs)
+    return tuple(x.unflatten(0, (count, -1)) for x in outputs), (0,) * len(outputs)
 
 
 class LinearState(NamedTuple):

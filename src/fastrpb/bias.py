@@ -51,7 +51,7 @@ class _Bias(nn.Module, ABC):
 
     @abstractmethod
     def _multiply(self, v: Tensor) -> Tensor:
-        """W·v for the tokens after the prefix."""
+        """W·v, zero for the prefix."""
 
     @abstractmethod
     def _mismatch(self, saved: torch.Size) -> str:
@@ -72,8 +72,7 @@ class _Bias(nn.Module, ABC):
             raise ValueError(f"v has {v.shape[-2]} tokens, none after the prefix of {self.prefix}")
         if mask is not None:
             v = v.masked_fill(~mask[..., None, :, None], 0)
-        y = self._multiply(v[..., self.prefix :, :])
-        return nn.functional.pad(y, (0, 0, self.prefix, 0)) if self.prefix else y
+        return self._multiply(v)
 
     def matrix(self, length: int) -> Tensor:
         """W for a sequence of `length` tokens, prefix included: `matrix(length) @ v == forward(v)`.
@@ -180,7 +179,8 @@ class FastRPB(_Bias):
         return toeplitz(self.weights(length))
 
     def _multiply(self, v: Tensor) -> Tensor:
-        return toeplitz_matmul(self.weights(v.shape[-2]), v)
+        weights = self.weights(v.shape[-2] - self.prefix)
+        return toeplitz_matmul(weights, v, prefix=self.prefix)
 
     def forward(
         self, v: Tensor, mask: Tensor | None = None, state: "BiasState | None" = None
@@ -407,8 +407,10 @@ class FastRPB2d(_Bias):
         return toeplitz_2d(self.w, (self.height, self.width))
 
     def _multiply(self, v: Tensor) -> Tensor:
-        self._check_length(v.shape[-2])
-        return toeplitz_matmul_2d(self.w, v, (self.height, self.width))
+        self._check_length(v.shape[-2] - self.prefix)
+        v = v[..., self.prefix :, :]
+        y = toeplitz_matmul_2d(self.w, v, (self.height, self.width))
+        return nn.functional.pad(y, (0, 0, self.prefix, 0)) if self.prefix else y
 
     def _check_length(self, length: int) -> None:
         if length != self.height * self.width:

@@ -419,12 +419,15 @@ def report(
 
 
 @app.command()
-def bench(what: Annotated[str, typer.Argument(help="cpu: the core; model: layers.")]) -> None:
+def bench(
+    what: Annotated[str, typer.Argument(help="cpu: the core; model: layers; gpu: kernels.")],
+) -> None:
     """Measure speed and memory here, print tables, write results/WHAT.json.
 
     Examples:
     - `fastrpb bench cpu`: W·V against its peers, about 3 minutes
     - `fastrpb bench model`: every attention with every positional encoding, about 10 minutes
+    - `fastrpb bench gpu`: the kernels on this machine's GPU, about 3 minutes
     """
     from fastrpb.bench import bench as run
 

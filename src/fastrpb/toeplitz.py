@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from fastrpb.checks import check_floating, check_size, check_tensor, check_values, compute_dtype
+from fastrpb.kernels import ops
+from fastrpb.kernels.autograd import apply
 from fastrpb.kernels.fft import toeplitz_fft
+from fastrpb.kernels.product import product
 
-Impl = Literal["auto", "dense", "fft"]
+Impl = Literal["auto", "dense", "fft", "triton"]
 
 
 class _Cost(NamedTuple):
@@ -108,6 +111,7 @@ def toeplitz_matmul(
     *,
     causal: bool = False,
     out_length: int | None = None,
+    prefix: int = 0,
     impl: Impl = "auto",
 ) -> Tensor:
     """Y = W·v with W[n, m] = w_{m-n}, W never formed: O(N log N) time a channel, O(N) weights.
@@ -119,20 +123,27 @@ def toeplitz_matmul(
         causal: use only the distances m-n <= 0; the other weights are ignored.
         out_length: M outputs over the N inputs (cross-attention); w then holds the M+N-1 distances
             -(M-1)..N-1. Default: N.
-        impl: "dense" forms W; "fft" is exact at any length; "auto" takes the faster of the two, as
-            measured for this size, dtype and device.
+        prefix: positions at the front (CLS) that neither get nor give, nor count in N and M: zero
+            rows and columns before W.
+        impl: "dense" forms W; "fft" is exact at any length; "triton" is exact at any length
+            on the tensor cores of a GPU; "auto" takes the fastest, as measured for this size, dtype
+            and device.
 
     Returns:
-        (batch, heads, M, dim) in the dtype of v. Half precisions are computed in float32. The FFT
-        takes two neighbouring channels together: its rounding is relative to the larger of the two,
-        and a NaN in one reaches both.
+        (batch, heads, prefix+M, dim) in the dtype of v. Half precisions are computed in float32, by
+        "triton" as products of half precisions with sums in float32: the errors of a dense product
+        in that precision. The FFT takes two neighbouring channels together: its rounding is
+        relative to the larger of the two, and a NaN in one reaches both; by "triton" it reaches all
+        channels of a head.
 
     >>> w, v = torch.randn(4, 2 * 1000 - 1), torch.randn(2, 4, 1000, 16)
     >>> torch.allclose(toeplitz_matmul(w, v), toeplitz(w) @ v, atol=1e-3)
     True
     """
     _check_pair(w, v)
-    n = v.shape[-2]
+    n = v.shape[-2] - prefix
+    if prefix < 0 or n < 1:
+        raise ValueError(f"v has {v.shape[-2]} positions, none after a prefix of {prefix}")
     m = n if out_length is None else out_length
     check_size("out_length", m)
     if w.dim() < 1 or w.shape[-1] != m + n - 1:
@@ -141,10 +152,16 @@ def toeplitz_matmul(
             f"got w of shape {tuple(w.shape)}"
         )
     lead = _broadcast_lead(w, w.shape[:-1], v)
+    if _use_triton(impl, w, v):
+        w, x = _canonical(w[..., :m] if causal else w, v, lead, v.dtype)
+        return _restore(product(w, x, 1 - m, m, "triton", prefix), lead, v)
     if causal:
         w = torch.nn.functional.pad(w[..., :m], (0, n - 1))
     w, x = _canonical(w, v, lead)
+    x = x[:, :, prefix:]
     y = toeplitz_fft(w, x, m) if _use_fft(impl, m * n, m + n - 1, x) else _dense(toeplitz(w, m), x)
+    if prefix:
+        y = torch.nn.functional.pad(y, (0, 0, prefix, 0))
     return _restore(y, lead, v)
 
 
@@ -181,9 +198,16 @@ def toeplitz_matmul_2d(
 def _additive(w: Tensor, v: Tensor, height: int, width: int, impl: Impl) -> Tensor:
     """Prop. 2: R·(row sums), the same for every column, plus R·(column sums), for every row."""
     _broadcast_lead(w, w.shape[:-1], v)  # here, so that an error shows the shapes the user gave
+    down, across = _additive_parts(w, height, width)
+    if _use_triton(impl, w, v) and v.dtype in ops.HALF:
+        lead = _broadcast_lead(w, w.shape[:-1], v)
+        _, x = _canonical(w, v, lead, v.dtype)
+        rows, columns = apply(ops.ImageSums, x, height, width)
+        down = toeplitz_matmul(down, rows, impl="triton")
+        across = toeplitz_matmul(across, columns, impl="triton")
+        return _restore(apply(ops.ImageSpread, down, across, v.dtype), lead, v)
     image = v.unflatten(-2, (height, width))
     dtype = compute_dtype(w, v)
-    down, across = _additive_parts(w, height, width)
     down = toeplitz_matmul(down, image.sum(-2, dtype=dtype), impl=impl)
     across = toeplitz_matmul(across, image.sum(-3, dtype=dtype), impl=impl)
     return (down.unsqueeze(-2) + across.unsqueeze(-3)).flatten(-3, -2).to(v.dtype)
@@ -197,11 +221,13 @@ def _full(w: Tensor, v: Tensor, height: int, width: int, impl: Impl) -> Tensor:
     """
     n, stride = height * width, 2 * width - 1
     lead = _broadcast_lead(w, w.shape[:1], v)
-    flat, x = _canonical(w.flatten(1), v, lead)
-    if _use_fft(impl, n * n, flat.shape[-1], x):
+    fast = _use_triton(impl, w, v)
+    flat, x = _canonical(w.flatten(1), v, lead, v.dtype if fast else None)
+    if fast or _use_fft(impl, n * n, flat.shape[-1], x):
         rows = torch.nn.functional.pad(x.unflatten(-2, (height, width)), (0, 0, 0, width - 1))
         line = rows.flatten(2, 3)[:, :, : 1 - width or None]
-        line = toeplitz_fft(flat, line, line.shape[-2])
+        length = line.shape[-2]
+        line = product(flat, line, 1 - length, length, "triton" if fast else "fft")
         rows = torch.nn.functional.pad(line, (0, 0, 0, width - 1)).unflatten(2, (height, stride))
         y = rows[..., :width, :].flatten(2, 3)
     else:
@@ -209,14 +235,17 @@ def _full(w: Tensor, v: Tensor, height: int, width: int, impl: Impl) -> Tensor:
     return _restore(y, lead, v)
 
 
-def _canonical(w: Tensor, v: Tensor, lead: torch.Size) -> tuple[Tensor, Tensor]:
+def _canonical(
+    w: Tensor, v: Tensor, lead: torch.Size, v_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """Weights (heads, distances) and values (batch, heads, length, dim) in the dtype to compute in.
 
     The axes that w varies over are heads, those before them are batch.
     """
     dtype = compute_dtype(w, v)
-    if w.dtype != dtype or v.dtype != dtype:  # a cast that changes nothing costs a microsecond
-        w, v = w.to(dtype), v.to(dtype)
+    v_dtype = dtype if v_dtype is None else v_dtype
+    if w.dtype != dtype or v.dtype != v_dtype:  # a cast that changes nothing costs a microsecond
+        w, v = w.to(dtype), v.to(v_dtype)
     if w.dim() == 2 and v.dim() == 4 and w.shape[0] == v.shape[1]:
         return w, v
     own = list(w.shape[:-1])
@@ -249,6 +278,20 @@ def _dense(matrix: Tensor, v: Tensor) -> Tensor:
             return matrix @ v
         wide = matrix @ v.permute(1, 2, 0, 3).reshape(heads, n, batch * dim)
         return wide.unflatten(-1, (batch, dim)).permute(2, 0, 1, 3).contiguous()
+
+
+def _use_triton(impl: str, w: Tensor, v: Tensor) -> bool:
+    if impl != "triton":
+        return impl == "auto" and v.is_cuda and ops.wins(w, v)
+    if not ops.runs_on(v):
+        raise ValueError(
+            f"impl='triton' needs a GPU and the package triton, v is on {v.device}; use impl='auto'"
+        )
+    if torch.float64 in (v.dtype, w.dtype):
+        raise ValueError(
+            f"impl='triton' has no float64, v is {v.dtype} and w {w.dtype}; use impl='auto'"
+        )
+    return True
 
 
 def _use_fft(impl: str, entries: int, length: int, v: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Speed and memory on this machine: `fastrpb bench cpu|model` measures, prints and writes.
+"""Speed and memory on this machine: `fastrpb bench cpu|gpu|model` measures, prints and writes.
 
 Ratios compare medians of runs that alternate in one process, so that a noisy machine slows both
 sides. Peak memory is measured, each point in a process of its own. The results go to results/ with
@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 
 from fastrpb.bench.cpu import bench_cpu
+from fastrpb.bench.gpu import bench_gpu
 from fastrpb.bench.measure import machine, table
 from fastrpb.bench.model import bench_model
 from fastrpb.checks import nearest
 from fastrpb.files import replacing
 
-BENCHES = {"cpu": bench_cpu, "model": bench_model}
+BENCHES = {"cpu": bench_cpu, "model": bench_model, "gpu": bench_gpu}
 
 
 def bench(name: str) -> Path:

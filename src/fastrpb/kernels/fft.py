@@ -12,10 +12,12 @@ arithmetic.
 """
 
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import product as combinations
 
 import torch
 from torch import Tensor
+
+from fastrpb.kernels.product import product
 
 # The least and the most bytes of a chunk's signals; a quarter of the values' bytes between them. On
 # the CPU a chunk should stay in the shared cache (of 1 to 16 MiB, 2 was the best on the whole); a
@@ -66,7 +68,7 @@ def _chunks(signals: Tensor, size: int) -> Iterator[tuple[slice, slice, slice]]:
         step = max(1, min(total, room))
         ranges.append([slice(i, i + step) for i in range(0, total, step)])
         room //= total
-    for cs, hs, bs in product(*ranges):
+    for cs, hs, bs in combinations(*ranges):
         yield bs, hs, cs
 
 
@@ -137,79 +139,10 @@ def _(g: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return w.new_empty(w.shape), v.new_empty(v.shape)
 
 
-class _Product(torch.autograd.Function):
-    """`fastrpb::toeplitz_fft` with gradients, under `torch.func` too.
-
-    An operator's own autograd registration refuses `torch.func.grad`, so a function stands around
-    it. This one and `_Gradients` are bilinear, and closed under differentiation.
-    """
-
-    @staticmethod
-    def forward(w, v, out_length):
-        return torch.ops.fastrpb.toeplitz_fft(w, v, out_length)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        w, v, _ = inputs
-        ctx.save_for_backward(w, v)
-
-    @staticmethod
-    def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
-        w, v = ctx.saved_tensors
-        if not ctx.needs_input_grad[0]:
-            return None, _Product.apply(w.flip(-1), g, v.shape[-2]), None
-        return *_Gradients.apply(g, w, v), None
-
-    @staticmethod
-    def vmap(info, in_dims, w, v, out_length):  # pyright: ignore[reportIncompatibleMethodOverride]
-        w = _into_heads(w, in_dims[0], info.batch_size, 0)
-        v = _into_heads(v, in_dims[1], info.batch_size, 1)
-        y = _Product.apply(w, v, out_length)
-        return y.unflatten(1, (info.batch_size, -1)), 1
-
-
-class _Gradients(torch.autograd.Function):
-    """`fastrpb::toeplitz_fft_backward` with gradients, under `torch.func` too."""
-
-    @staticmethod
-    def forward(g, w, v):
-        return torch.ops.fastrpb.toeplitz_fft_backward(g, w, v)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, dw, dv):  # pyright: ignore[reportIncompatibleMethodOverride]
-        g, w, v = ctx.saved_tensors
-        m, n = g.shape[-2], v.shape[-2]
-        grad_g = _Product.apply(dw, v, m) + _Product.apply(w, dv, m)
-        grad_w, _ = _Gradients.apply(g, w, dv)
-        return grad_g, grad_w, _Product.apply(dw.flip(-1), g, n)
-
-    @staticmethod
-    def vmap(info, in_dims, g, w, v):  # pyright: ignore[reportIncompatibleMethodOverride]
-        count = info.batch_size
-        g = _into_heads(g, in_dims[0], count, 1)
-        w = _into_heads(w, in_dims[1], count, 0)
-        v = _into_heads(v, in_dims[2], count, 1)
-        dw, dv = _Gradients.apply(g, w, v)
-        return (dw.unflatten(0, (count, -1)), dv.unflatten(1, (count, -1))), (0, 1)
-
-
-def _into_heads(x: Tensor, mapped: int | None, count: int, axis: int) -> Tensor:
-    """Merge the axis that `torch.func.vmap` maps over, or `count` copies, into the heads axis."""
-    if mapped is None:
-        x = x.unsqueeze(axis).repeat_interleave(count, axis)
-    else:
-        x = x.movedim(mapped, axis)
-    return x.flatten(axis, axis + 1)
-
-
 def toeplitz_fft(w: Tensor, v: Tensor, out_length: int) -> Tensor:
     """Y[n] = Σ_m w[M-1+m-n] · v[m] for n < M = out_length, differentiable any number of times.
 
     w (heads, M+N-1), v (batch, heads, N, dim), both float32 or float64 → (batch, heads, M, dim).
     O((M+N) log(M+N)) time a channel; beyond the result, one chunk of extra memory.
     """
-    return _Product.apply(w, v, out_length)
+    return product(w, v, 1 - out_length, out_length, "fft")

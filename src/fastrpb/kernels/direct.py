@@ -1,0 +1,279 @@
+"""Y = W·V on tensor cores, the tiles of W made from w: the fastest way for a few 1000 positions.
+
+Each row of W is w shifted by one element. In a table of 8 copies of w, each shifted by one more,
+every row of a tile is a contiguous piece that starts at 16 bytes: loads are wide, and the rest is
+an ordinary product of matrices. O(MN) operations, one read and one write of V, a small table.
+
+The weights w (heads, K) are those of the distances first..first+K-1; tiles without any are skipped.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastrpb.kernels.launch import launch
+from fastrpb.kernels.layout import largest_weight, unit
+
+PRODUCT = {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 4}
+NARROW = {"BM": 128, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3}
+LAGS = {"BT": 128, "BK": 64, "num_warps": 4, "num_stages": 3}
+FLOAT32 = {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
+FEW = {"BM": 64, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 4}
+NARROW_LAGS = {"BT": 64, "BK": 32, "num_warps": 4, "num_stages": 4}
+FLOAT32_LAGS = {"BT": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
+COPIES = 8
+ENOUGH, PROGRAMS = 132, 1024  # to occupy a large GPU, and to fill it several times
+
+
+@triton.jit
+def _shift(
+    w,
+    top,
+    table,
+    distances,
+    first,
+    sign,
+    zero,
+    width,
+    COPIES: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """table[h, r, x] = w_d at the distance d = sign·(x - zero - r), scaled to fit float16."""
+    h, r = tl.program_id(1), tl.program_id(2)
+    x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    j = sign * (x - zero - r) - first
+    row = tl.load(w + h * distances + j, mask=(j >= 0) & (j < distances), other=0.0)
+    if SCALE:
+        row *= unit(tl.load(top + h))
+    at = table + (h * COPIES + r).to(tl.int64) * width + x
+    tl.store(at, row.to(table.dtype.element_ty), mask=x < width)
+
+
+@triton.jit
+def _product(
+    table,
+    top,
+    v,
+    y,
+    width,
+    zero,
+    first,
+    last,
+    n_in,
+    n_out,
+    columns,
+    vb,
+    vh,
+    vn,
+    yb,
+    yh,
+    yn,
+    DIM: tl.constexpr,
+    COPIES: tl.constexpr,
+    SCALE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """A tile of Y: BM positions by BN columns, which run over (batch, dim)."""
+    tiles = tl.cdiv(n_out, BM)
+    start = tl.program_id(0) % tiles * BM
+    h = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) // tiles * BN + tl.arange(0, BN)
+    b, d = (c // DIM).to(tl.int64), c % DIM
+    row = tl.arange(0, BM)
+    k = tl.arange(0, BK)
+    row_at = row % COPIES * width - row // COPIES * COPIES
+    w_at = table + h * COPIES * width + zero - start + row_at[:, None] + k[None, :]
+    v_at = v + h * vh + (b * vb + d)[None, :]
+    inside = (c < columns)[None, :]
+    low = tl.maximum(start + first, 0) // BK * BK
+    high = tl.minimum(start + BM + last, n_in)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for m in tl.range(low, high, BK):
+        at = (m + k)[:, None]
+        v_tile = tl.load(v_at + at.to(tl.int64) * vn, mask=inside & (at < n_in), other=0.0)
+        w_tile = tl.load(w_at + m)
+        acc = tl.dot(w_tile, v_tile, acc, input_precision="tf32x3")
+    if SCALE:
+        acc *= 1 / unit(tl.load(top + h))
+    n = (start + row)[:, None]
+    y_at = y + h * yh + n.to(tl.int64) * yn + (b * yb + d)[None, :]
+    tl.store(y_at, acc.to(y.dtype.element_ty), mask=inside & (n < n_out))
+
+
+def product(w: Tensor, v: Tensor, y: Tensor, first: int, *, sign: int = 1) -> None:
+    """y[n] = Σ_d w_d · v[n+sign·d]; v and y (batch, heads, ., dim) with contiguous dim."""
+    (_, heads, n, dim), m, columns = v.shape, y.shape[2], v.shape[0] * v.shape[3]
+    tile = _tile(v.dtype, columns, heads * triton.cdiv(m, PRODUCT["BM"]))
+    size = tile["BM"]
+    zero = triton.cdiv(m, size) * size
+    width = zero + triton.cdiv(n, size) * size + size  # loads past the last tile stay inside
+    # With a copy for each row of a tile it is a plain piece of a matrix: faster, if that is small.
+    copies = size if heads * size * width * 3 <= v.numel() else COPIES
+    scale = v.dtype == torch.float16  # the others have the range of float32
+    top = largest_weight(w) if scale else w
+    table = torch.empty(heads, copies, width, dtype=v.dtype, device=v.device)
+    launch(
+        _shift,
+        (triton.cdiv(width, 1024), heads, copies),
+        w,
+        top,
+        table,
+        w.shape[1],
+        first,
+        sign,
+        zero,
+        width,
+        COPIES=copies,
+        SCALE=scale,
+        BLOCK=1024,
+    )
+    low, high = sorted((sign * first, sign * (first + w.shape[1] - 1)))
+    grid = triton.cdiv(m, size) * triton.cdiv(columns, tile["BN"]), heads
+    launch(
+        _product,
+        grid,
+        table,
+        top,
+        v,
+        y,
+        width,
+        zero,
+        low,
+        high,
+        n,
+        m,
+        columns,
+        *v.stride()[:3],
+        *y.stride()[:3],
+        DIM=dim,
+        COPIES=copies,
+        SCALE=scale,
+        **tile,
+    )
+
+
+def _tile(dtype: torch.dtype, columns: int, rows: int) -> dict[str, int]:
+    """The tile for so many columns of a head, and rows of tiles of all heads."""
+    if dtype == torch.float32:
+        return FLOAT32
+    if columns <= 64:
+        return NARROW | {"BN": 64 if columns > 32 else 32}
+    return PRODUCT if rows * triton.cdiv(columns, PRODUCT["BN"]) >= ENOUGH else FEW
+
+
+@triton.jit
+def diagonals(tile, BT: tl.constexpr):
+    """The sums over t[r, r+j] and over t[r, r+j-BT], j < BT, of a BT×BT tile."""
+    r, j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    skewed = tl.gather(tile, (r + j) % BT, 1)
+    upper = tl.where(r + j < BT, skewed, 0.0)
+    return tl.sum(upper, 0), tl.sum(skewed - upper, 0)
+
+
+@triton.jit
+def _lags(
+    g,
+    v,
+    sums,
+    first_block,
+    n_out,
+    n_in,
+    columns,
+    share,
+    gb,
+    gh,
+    gn,
+    vb,
+    vh,
+    vn,
+    DIM: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Σ g[n]·v[n+d] over a share of the columns, d within one block of distances or the next.
+
+    Block by block, g·vᵀ of all pairs of positions that lie `delta` blocks apart.
+    """
+    delta = tl.program_id(0) + first_block
+    part = tl.program_id(1)
+    h = tl.program_id(2).to(tl.int64)
+    r, k = tl.arange(0, BT), tl.arange(0, BK)
+    low = tl.maximum(0, -delta)
+    blocks = tl.maximum(tl.minimum(tl.cdiv(n_out, BT), tl.cdiv(n_in, BT) - delta) - low, 0)
+    start = part * share
+    chunks = tl.cdiv(tl.minimum(share, columns - start), BK)
+    acc = tl.zeros((BT, BT), tl.float32)
+    for step in tl.range(0, chunks * blocks):
+        n = (low + step % blocks) * BT + r
+        m = n + delta * BT
+        c = start + step // blocks * BK + k
+        b, d = (c // DIM).to(tl.int64), c % DIM
+        g_at = g + h * gh + n[:, None].to(tl.int64) * gn + (b * gb + d)[None, :]
+        v_at = v + h * vh + m[:, None].to(tl.int64) * vn + (b * vb + d)[None, :]
+        inside = (c < columns)[None, :]
+        g_tile = tl.load(g_at, mask=inside & (n < n_out)[:, None], other=0.0)
+        v_tile = tl.load(v_at, mask=inside & (m < n_in)[:, None], other=0.0)
+        acc = tl.dot(g_tile, tl.trans(v_tile), acc, input_precision="tf32x3")
+    upper, lower = diagonals(acc, BT)
+    out = sums + ((h * tl.num_programs(1) + part) * tl.num_programs(0) + tl.program_id(0)) * 2 * BT
+    tl.store(out + r, upper)
+    tl.store(out + BT + r, lower)
+
+
+@triton.jit
+def _collect(sums, dw, distances, offset, blocks, parts, BT: tl.constexpr):
+    """dw_d from diagonals: the upper ones of a block of distances, the lower ones of the next."""
+    block, h, r = tl.program_id(0), tl.program_id(1), tl.arange(0, BT)
+    total = tl.zeros((BT,), tl.float32)
+    for part in tl.range(0, parts):
+        at = sums + ((h * parts + part).to(tl.int64) * blocks + block) * (2 * BT) + r
+        total += tl.load(at) + tl.load(at + 3 * BT)
+    j = block * BT + r - offset
+    tl.store(dw + h.to(tl.int64) * distances + j, total, mask=(j >= 0) & (j < distances))
+
+
+def lags(g: Tensor, v: Tensor, first: int, distances: int) -> Tensor:
+    """dw_d = Σ_n ⟨g[n], v[n+d]⟩ over batch and dim: (heads, distances) float32, from `first` on."""
+    (_, heads, n, dim), m, columns = v.shape, g.shape[2], v.shape[0] * v.shape[3]
+    g = g.contiguous()  # every block is read for many distances
+    tile = FLOAT32_LAGS if v.dtype == torch.float32 else NARROW_LAGS if columns <= 32 else LAGS
+    size, chunk = tile["BT"], tile["BK"]
+    first_block, last_block = first // size, (first + distances - 1) // size + 1
+    blocks = last_block - first_block + 1
+    parts = max(1, min(triton.cdiv(columns, chunk), PROGRAMS // (blocks * heads)))
+    share = triton.cdiv(triton.cdiv(columns, parts), chunk) * chunk
+    parts = triton.cdiv(columns, share)
+    sums = g.new_empty(heads, parts, blocks, 2, size, dtype=torch.float32)
+    launch(
+        _lags,
+        (blocks, parts, heads),
+        g,
+        v,
+        sums,
+        first_block,
+        m,
+        n,
+        columns,
+        share,
+        *g.stride()[:3],
+        *v.stride()[:3],
+        DIM=dim,
+        **tile,
+    )
+    dw = g.new_empty(heads, distances, dtype=torch.float32)
+    launch(
+        _collect,
+        (blocks - 1, heads),
+        sums,
+        dw,
+        distances,
+        first - first_block * size,
+        blocks,
+        parts,
+        BT=size,
+    )
+    return dw

@@ -1,0 +1,627 @@
+"""Y = W·V on tensor cores for long sequences: a DFT over blocks, all of it products of matrices.
+
+Cut N = P·L positions into P blocks of L. Over the blocks W is block-Toeplitz, so that a DFT over
+the block index makes it P independent complex L×L Toeplitz matrices A_f:
+
+    X = F·V        (2P × P: real and imaginary parts are rows)
+    Z_f = A_f·X_f  (tiles made from the 2L-1 numbers of A_f, as in `direct`)
+    Y = Fᵀ·Z
+
+The DFT is that of length 2P at the frequencies ω_f = 2π(2f+1)/4P. It serves as well as the usual
+one, since nothing wraps, and none of the frequencies is real: one of each conjugate pair makes P
+complex numbers. For long sequences it takes two steps, P = P1·P2: see `Cut`. O(N√N) or O(N∛N)
+operations.
+
+X and Z are float16, which is finer than bfloat16: V is scaled by a power of two for each batch
+element and head, w for each head, such that no input overflows. Sums are float32. Batch and heads
+are cut into chunks that bound the scratch memory.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastrpb.kernels.direct import COPIES, diagonals
+from fastrpb.kernels.launch import launch
+from fastrpb.kernels.layout import largest, largest_weight, unit
+
+MIX_IN = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
+MIX = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
+MIX_FEW = {"BM": 64, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3}
+BLOCKS = {"BM": 128, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
+BLOCKS_64 = {"BM": 64, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 2}
+LAGS = {"BT": 64, "BK": 64, "num_warps": 2, "num_stages": 3}
+TILE = 32  # of the small kernels that prepare the weights
+
+
+class Cut(NamedTuple):
+    """N <= outer·inner·size positions: P = outer·inner blocks of `size` = L."""
+
+    outer: int
+    inner: int
+    size: int
+
+
+def cut(length: int, dtype: torch.dtype, *, gradients: bool = False) -> Cut:
+    """Measured on an NVIDIA H200: the DFT and the blocks should cost about the same.
+
+    The sums over diagonals that dw takes grow with L, so that gradients want shorter blocks.
+    float16 takes one step at any length: two would double the error of a dense product.
+    """
+    one_step = dtype == torch.float16 or length <= (16384 if gradients else 131072)
+    if one_step:
+        limits = (16384, 65536, 131072) if gradients else (8192, 32768, 131072)
+        inner, size = 1, next((64 << i for i, n in enumerate(limits) if length <= n), 1024)
+    elif gradients:
+        inner, size = 32 if length <= 131072 else 128, 64
+    else:
+        inner, size = 64, 128
+    return Cut(triton.cdiv(length, inner * size), inner, size)
+
+
+@triton.jit
+def _waves(out, depth, columns, step, offset, period, scale, BLOCK: tl.constexpr):
+    """out[e, (f, part), k]: cos θ and -sin θ, or, for complex input, [cos, sin] and [-sin, cos].
+
+    θ = 2π·p·(offset·e + step·f + 1)/period; k is p, or (part of the input, p).
+    """
+    e, row = tl.program_id(2), tl.program_id(1)
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # Exact modulo the period, so that the angle is small whatever the length.
+    turns = (k % depth) * ((offset * e + step * (row // 2) + 1) % period) % period
+    angle = turns.to(tl.float32) * (6.283185307179586 / period)
+    second = k // depth  # 1 for the imaginary part of a complex input
+    sign = tl.where(row % 2 == 1, tl.where(second == 1, 1.0, -1.0), 1.0)
+    wave = scale * sign * tl.where(row % 2 == second, tl.cos(angle), tl.sin(angle))
+    at = (e * tl.num_programs(1) + row) * columns + k
+    tl.store(out + at, wave.to(out.dtype.element_ty), mask=k < columns)
+
+
+@triton.jit
+def _fold(w, out, distances, first, sign, P, L: tl.constexpr, TILE: tl.constexpr):
+    """out[h, δ+L, q] = w_d at d = sign·(qL+δ), q modulo 4P; zero where P <= |q|."""
+    h = tl.program_id(2)
+    i = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
+    t = tl.program_id(0) * TILE + tl.arange(0, TILE)[None, :]
+    q = tl.where(t < P, t, t - 4 * P)
+    j = sign * (q * L + i - L) - first
+    there = (i > 0) & (q >= -P) & (j >= 0) & (j < distances)
+    tile = tl.load(w + h.to(tl.int64) * distances + j, mask=there, other=0.0)
+    tl.store(out + (h * 2 * L + i).to(tl.int64) * (4 * P) + t, tile, mask=t < 4 * P)
+
+
+@triton.jit
+def _harmonic(e, outer, inner):
+    """Where the frequency e = (f1, f2) stands in a real transform over 4P; -1 if conjugated."""
+    k = 2 * (e // inner + 2 * outer * (e % inner)) + 1
+    half = 2 * outer * inner
+    return tl.where(k < half, k, 2 * half - k), tl.where(k < half, 1.0, -1.0)
+
+
+@triton.jit
+def _tabulate(
+    spectra,
+    top,
+    table,
+    outer,
+    inner,
+    extra,
+    L: tl.constexpr,
+    COPIES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """table[h, f, part, r, δ+L+r] = a_f[δ] = Σ_q w_{qL+δ}·exp(iω_f·q), scaled: 8 shifted copies."""
+    h, P = tl.program_id(2), outer * inner
+    e = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
+    i = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
+    k, sign = _harmonic(e, outer, inner)
+    at = spectra + ((h * 2 * L + i).to(tl.int64) * (2 * P + 1) + k) * 2
+    scale = unit(tl.load(top + h)) * extra
+    real = tl.load(at, mask=e < P, other=0.0) * scale
+    imaginary = -tl.load(at + 1, mask=e < P, other=0.0) * scale * sign
+    row = table + (h * P + e).to(tl.int64) * (2 * COPIES * 2 * L)
+    for r in tl.static_range(COPIES):
+        fits = (e < P) & (i + r < 2 * L)
+        tl.store(row + r * 2 * L + i + r, real.to(tl.float16), mask=fits)
+        tl.store(row + (COPIES + r) * 2 * L + i + r, imaginary.to(tl.float16), mask=fits)
+
+
+@triton.jit
+def _untabulate(sums, spectra, outer, inner, L: tl.constexpr, BT: tl.constexpr, TILE: tl.constexpr):
+    """The adjoint of `_tabulate`, from the diagonals that `_block_lags` gives."""
+    h, P = tl.program_id(2), outer * inner
+    e = tl.program_id(0) * TILE + tl.arange(0, TILE)[None, :]
+    i = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
+    k, sign = _harmonic(e, outer, inner)
+    ways: tl.constexpr = 2 * (L // BT) - 1
+    # Of the blocks of distances u = -L/BT.. the upper diagonals of way u and the lower ones of the
+    # next; the first has no upper and the last no lower ones.
+    way = i // BT - 1
+    at = sums + ((h * P + e).to(tl.int64) * 2 * ways + way) * (2 * BT) + i % BT
+    upper, lower = (e < P) & (way >= 0), (e < P) & (way + 1 < ways)
+    part = ways * 2 * BT
+    real = tl.load(at, mask=upper, other=0.0) + tl.load(at + 3 * BT, mask=lower, other=0.0)
+    at += part
+    imaginary = tl.load(at, mask=upper, other=0.0) + tl.load(at + 3 * BT, mask=lower, other=0.0)
+    out = spectra + ((h * 2 * L + i).to(tl.int64) * (2 * P + 1) + k) * 2
+    tl.store(out, real / 2, mask=e < P)
+    tl.store(out + 1, -imaginary * sign / 2, mask=e < P)
+
+
+@triton.jit
+def _unfold(folded, norm, dw, distances, first, P, L: tl.constexpr, TILE: tl.constexpr):
+    """The adjoint of `_fold`: each distance is that of two pairs (q, δ)."""
+    h = tl.program_id(1)
+    j = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    d = j + first + P * L  # from 0 on
+    q, i = d // L - P, d % L + L
+    row = folded + (h * 2 * L + i).to(tl.int64) * (4 * P)
+    inside = j < distances
+    here = tl.load(row + tl.where(q < 0, q + 4 * P, q), mask=inside, other=0.0)
+    row -= L * 4 * P.to(tl.int64)
+    q += 1
+    after = tl.load(row + tl.where(q < 0, q + 4 * P, q), mask=inside & (q < P), other=0.0)
+    tl.store(dw + h.to(tl.int64) * distances + j, (here + after) * tl.load(norm + h), mask=inside)
+
+
+@triton.jit
+def _mix(
+    matrix,
+    x,
+    y,
+    top,
+    w_top,
+    factor,
+    groups,
+    rows,
+    depth,
+    L,
+    n_in,
+    n_out,
+    heads,
+    mg,
+    mr,
+    mk,
+    xb,
+    xh,
+    xn,
+    xg,
+    yb,
+    yh,
+    yn,
+    yg,
+    DIM: tl.constexpr,
+    STEP: tl.constexpr,
+    CAST: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """y[g, r·L+l] = Σ_k matrix[g, r, k]·x[g, k·L+l]: a step of the DFT over blocks.
+
+    STEP 0 scales V into float16, 2 undoes it for Y; 1 is in between.
+    """
+    tiles = tl.cdiv(rows, BM)
+    row = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
+    c = tl.program_id(0) // tiles * BN + tl.arange(0, BN)
+    i, d = c // DIM, c % DIM
+    g, b = tl.program_id(1) % groups, (tl.program_id(1) // groups).to(tl.int64)
+    h = tl.program_id(2).to(tl.int64)
+    matrix += g * mg
+    x += b * xb + h * xh + g.to(tl.int64) * xg
+    y += b * yb + h * yh + g.to(tl.int64) * yg
+    scale = unit(tl.load(top + b * heads + h))
+    k = tl.arange(0, BK)
+    acc = tl.zeros((BM, BN), tl.float32)
+    inside = (i < L)[None, :]
+    for start in tl.range(0, depth, BK):
+        at = start + k
+        m_tile = tl.load(
+            matrix + row[:, None] * mr + at[None, :] * mk,
+            mask=(row < rows)[:, None] & (at < depth)[None, :],
+            other=0.0,
+        )
+        n = at[:, None] * L + i[None, :]
+        there = inside & (at < depth)[:, None] & (n < n_in)
+        x_tile = tl.load(x + n.to(tl.int64) * xn + d[None, :], mask=there, other=0.0)
+        if CAST:
+            x_tile = (x_tile.to(tl.float32) * scale).to(tl.float16)
+        acc = tl.dot(m_tile, x_tile, acc)
+    if STEP == 0 and not CAST:
+        acc *= scale
+    if STEP == 2:
+        acc *= factor / scale / unit(tl.load(w_top + h))
+    n = row[:, None] * L + i[None, :]
+    y_at = y + n.to(tl.int64) * yn + d[None, :]
+    there = inside & (row < rows)[:, None] & (n < n_out)
+    tl.store(y_at, acc.to(y.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _blocks(
+    table,
+    x,
+    z,
+    columns,
+    P,
+    xb,
+    xh,
+    L: tl.constexpr,
+    DIM: tl.constexpr,
+    COPIES: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Z_f = A_f·X_f for BM rows of one frequency and BN columns, which run over (batch, dim)."""
+    start = tl.program_id(0) % (L // BM) * BM
+    c = tl.program_id(0) // (L // BM) * BN + tl.arange(0, BN)
+    b, d = (c // DIM).to(tl.int64), c % DIM
+    f, h = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row, k = tl.arange(0, BM), tl.arange(0, BK)
+    size: tl.constexpr = COPIES * 2 * L
+    row_at = row % COPIES * (2 * L) - row // COPIES * COPIES
+    a_at = table + (h * P + f) * (2 * size) + L - start + row_at[:, None] + k[None, :]
+    inside = (c < columns)[None, :]
+    offset = h * xh + f.to(tl.int64) * (2 * L * DIM) + (b * xb + d)[None, :]
+    x_at = x + offset + k[:, None] * DIM
+    real = tl.zeros((BM, BN), tl.float32)
+    minus = tl.zeros((BM, BN), tl.float32)
+    imaginary = tl.zeros((BM, BN), tl.float32)
+    for j in tl.range(0, L, BK):
+        a_real = tl.load(a_at + j)
+        a_imaginary = tl.load(a_at + size + j)
+        x_real = tl.load(x_at + j * DIM, mask=inside, other=0.0)
+        x_imaginary = tl.load(x_at + (L + j) * DIM, mask=inside, other=0.0)
+        real = tl.dot(a_real, x_real, real)
+        minus = tl.dot(a_imaginary, x_imaginary, minus)
+        imaginary = tl.dot(a_real, x_imaginary, imaginary)
+        imaginary = tl.dot(a_imaginary, x_real, imaginary)
+    z_at = z + offset + (start + row)[:, None] * DIM
+    tl.store(z_at, (real - minus).to(tl.float16), mask=inside)
+    tl.store(z_at + L * DIM, imaginary.to(tl.float16), mask=inside)
+
+
+@triton.jit
+def _block_lags(
+    g,
+    x,
+    g_top,
+    x_top,
+    norm,
+    sums,
+    columns,
+    heads,
+    P,
+    gb,
+    gh,
+    xb,
+    xh,
+    L: tl.constexpr,
+    DIM: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Diagonals of G_f·X_fᴴ summed over batch and dim, of its real or of its imaginary part."""
+    part, delta = tl.program_id(0) % 2, tl.program_id(0) // 2 - (L // BT - 1)
+    f, h = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    r, k = tl.arange(0, BT), tl.arange(0, BK)
+    low = tl.maximum(0, -delta)
+    blocks = L // BT - tl.abs(delta)
+    largest = tl.load(norm + h)
+    g += h * gh + f.to(tl.int64) * (2 * L * DIM)
+    x += h * xh + f.to(tl.int64) * (2 * L * DIM)
+    acc = tl.zeros((BT, BT), tl.float32)
+    for step in tl.range(0, tl.cdiv(columns, BK) * blocks):
+        i = ((low + step % blocks) * BT + r)[:, None] * DIM
+        c = step // blocks * BK + k
+        b, d = (c // DIM).to(tl.int64), c % DIM
+        inside = (c < columns)[None, :]
+        g_at = g + i + (b * gb + d)[None, :]
+        x_at = x + i + delta * BT * DIM + (b * xb + d)[None, :]
+        tops = b * heads + h
+        scale = unit(tl.load(g_top + tops, mask=c < columns, other=1.0)) * unit(
+            tl.load(x_top + tops, mask=c < columns, other=1.0)
+        )
+        factor = (1 / (scale * largest))[None, :]
+        # Real: Gr·Xrᵀ + Gi·Xiᵀ; imaginary: Gi·Xrᵀ - Gr·Xiᵀ.
+        one = tl.load(g_at + part * L * DIM, mask=inside, other=0.0).to(tl.float32) * factor
+        two = tl.load(g_at + (1 - part) * L * DIM, mask=inside, other=0.0).to(tl.float32) * factor
+        x_real = tl.load(x_at, mask=inside, other=0.0)
+        x_imaginary = tl.load(x_at + L * DIM, mask=inside, other=0.0)
+        acc = tl.dot(one.to(tl.float16), tl.trans(x_real), acc)
+        acc = tl.dot((two * (1 - 2 * part)).to(tl.float16), tl.trans(x_imaginary), acc)
+    ways = tl.num_programs(0) // 2
+    out = sums + (((h * P + f) * 2 + part) * ways + tl.program_id(0) // 2) * (2 * BT) + r
+    upper, lower = diagonals(acc, BT)
+    tl.store(out, tl.load(out) + upper)
+    tl.store(out + BT, tl.load(out + BT) + lower)
+
+
+class _Blocked:
+    """The launches for sequences of up to P = outer·inner blocks of L positions."""
+
+    def __init__(self, where: Cut, v: Tensor):
+        self.outer, self.inner, self.size = where
+        self.blocks = self.outer * self.inner
+        self.cast = v.dtype == torch.bfloat16
+        new = lambda *shape: torch.empty(shape, dtype=torch.float16, device=v.device)  # noqa: E731
+        outer, inner = self.outer, self.inner
+        self.first = new(1, 2 * outer, outer)
+        launch(
+            _waves,
+            (
+                triton.cdiv(outer, 256),
+                2 * outer,
+                1,
+            ),
+            self.first,
+            outer,
+            outer,
+            2,
+            0,
+            4 * outer,
+            outer**-0.5,
+            BLOCK=256,
+        )
+        if inner > 1:
+            self.second = new(outer, 2 * inner, 2 * inner)
+            launch(
+                _waves,
+                (
+                    triton.cdiv(2 * inner, 256),
+                    2 * inner,
+                    outer,
+                ),
+                self.second,
+                inner,
+                2 * inner,
+                4 * outer,
+                2,
+                4 * self.blocks,
+                inner**-0.5,
+                BLOCK=256,
+            )
+
+    def spectrum(self, w: Tensor, first: int, sign: int) -> tuple[Tensor, Tensor, float]:
+        """The table of all A_f, the largest of w for each head, and the factor to undo."""
+        size, blocks = self.size, self.blocks
+        heads, distances = w.shape
+        # |Z| <= L·|A|·|X| with |A| <= 2P and |X| <= √P must fit float16, whose largest is 65504.
+        extra = 2.0 ** min(0, 15 - math.ceil(math.log2(2 * size * blocks**1.5)))
+        top = largest_weight(w)
+        folded = w.new_empty(heads, 2 * size, 4 * blocks)
+        launch(
+            _fold,
+            (
+                triton.cdiv(4 * blocks, TILE),
+                2 * size // TILE,
+                heads,
+            ),
+            w,
+            folded,
+            distances,
+            first,
+            sign,
+            blocks,
+            L=size,
+            TILE=TILE,
+        )
+        spectra = torch.view_as_real(torch.fft.rfft(folded))
+        table = w.new_empty(heads, blocks, 2, COPIES, 2 * size, dtype=torch.float16)
+        launch(
+            _tabulate,
+            (
+                triton.cdiv(blocks, TILE),
+                2 * size // TILE,
+                heads,
+            ),
+            spectra,
+            top,
+            table,
+            self.outer,
+            self.inner,
+            extra,
+            L=size,
+            COPIES=COPIES,
+            TILE=TILE,
+        )
+        return table, top, 1 / extra
+
+    def distances(self, sums: Tensor, norm: Tensor, first: int, distances: int) -> Tensor:
+        """The adjoint of `spectrum`: dw from the diagonals of all blocks."""
+        size, blocks, heads = self.size, self.blocks, len(sums)
+        spectra = sums.new_zeros(heads, 2 * size, 2 * blocks + 1, 2)
+        launch(
+            _untabulate,
+            (
+                triton.cdiv(blocks, TILE),
+                2 * size // TILE,
+                heads,
+            ),
+            sums,
+            spectra,
+            self.outer,
+            self.inner,
+            L=size,
+            BT=sums.shape[-1],
+            TILE=TILE,
+        )
+        folded = torch.fft.irfft(torch.view_as_complex(spectra), n=4 * blocks, norm="forward")
+        dw = sums.new_empty(heads, distances)
+        launch(
+            _unfold,
+            (
+                triton.cdiv(distances, 256),
+                heads,
+            ),
+            folded,
+            norm,
+            dw,
+            distances,
+            first,
+            blocks,
+            L=size,
+            TILE=256,
+        )
+        return dw
+
+    def analyse(self, v: Tensor, top: Tensor) -> Tensor:
+        """X = F·V in float16: (batch, heads, 2P·L, dim)."""
+        x = self._mix(self.first, v, self._scratch(v), top, step=0)
+        return x if self.inner == 1 else self._mix(self.second, x, self._scratch(v), top, step=1)
+
+    def synthesise(self, z: Tensor, y: Tensor, top: Tensor, w_top: Tensor, factor: float) -> None:
+        """Y = Fᵀ·Z with the scales undone."""
+        if self.inner > 1:
+            z = self._mix(self.second.mT, z, torch.empty_like(z), top, step=1)
+        self._mix(self.first.mT, z, y, top, w_top, factor, step=2)
+
+    def _scratch(self, v: Tensor) -> Tensor:
+        shape = *v.shape[:2], 2 * self.blocks * self.size, v.shape[3]
+        return v.new_empty(shape, dtype=torch.float16)
+
+    def _mix(
+        self,
+        matrix: Tensor,
+        x: Tensor,
+        y: Tensor,
+        top: Tensor,
+        w_top: Tensor | None = None,
+        factor: float = 1.0,
+        *,
+        step: int,
+    ) -> Tensor:
+        (batch, heads, n_in, dim), (groups, rows, depth) = x.shape, matrix.shape
+        length = self.size if step == 1 else self.inner * self.size
+        tile = MIX_IN if step == 0 else MIX_FEW if rows <= 64 else MIX
+        tiles = triton.cdiv(rows, tile["BM"]) * triton.cdiv(length * dim, tile["BN"])
+        launch(
+            _mix,
+            (
+                tiles,
+                groups * batch,
+                heads,
+            ),
+            matrix,
+            x,
+            y,
+            top,
+            top if w_top is None else w_top,
+            factor,
+            groups,
+            rows,
+            depth,
+            length,
+            n_in,
+            y.shape[2],
+            top.stride(0),
+            *matrix.stride(),
+            *x.stride()[:3],
+            depth * length * x.stride(2),
+            *y.stride()[:3],
+            rows * length * y.stride(2),
+            DIM=dim,
+            STEP=step,
+            CAST=step == 0 and self.cast,
+            **tile,
+        )
+        return y
+
+    def multiply(self, table: Tensor, x: Tensor) -> Tensor:
+        """Z_f = A_f·X_f, in the place of X where a program reads all that it overwrites."""
+        batch, heads, _, dim = x.shape
+        tile = (BLOCKS_64 if self.size == 64 else BLOCKS) | {"BN": 64 if batch * dim > 32 else 32}
+        z = x if tile["BM"] == self.size else torch.empty_like(x)
+        grid = self.size // tile["BM"] * triton.cdiv(batch * dim, tile["BN"]), self.blocks, heads
+        launch(
+            _blocks,
+            grid,
+            table,
+            x,
+            z,
+            batch * dim,
+            self.blocks,
+            *x.stride()[:2],
+            L=self.size,
+            DIM=dim,
+            COPIES=COPIES,
+            **tile,
+        )
+        return z
+
+    def chunks(self, v: Tensor, scratch: float) -> Iterator[tuple[slice, slice]]:
+        """Slices of the batch, or of the heads, whose X takes at most `scratch` sizes of v."""
+        batch, heads, _, dim = v.shape
+        room = max(1, int(scratch * v.numel() * 2) // (4 * self.blocks * self.size * dim))
+        every = slice(None)
+        for b in range(0, batch, max(1, room // heads)):
+            if room >= heads:
+                yield slice(b, b + room // heads), every
+            else:
+                for h in range(0, heads, room):
+                    yield slice(b, b + 1), slice(h, h + room)
+
+
+def product(w: Tensor, v: Tensor, y: Tensor, first: int) -> None:
+    """y[n] = Σ_d w_d · v[n+d]; v and y (batch, heads, ., dim) with contiguous dim.
+
+    w (heads, K) holds the distances first..first+K-1. Beyond y this takes about half the memory of
+    v up to 4096 positions, where speed allows it, and two to four times that of v beyond.
+    """
+    blocked = _Blocked(cut(max(v.shape[2], y.shape[2]), v.dtype), v)
+    table, w_top, factor = blocked.spectrum(w, first, 1)
+    scratch = 0.4 if blocked.blocks * blocked.size <= 4096 else 2.1
+    top = largest(v)
+    for bs, hs in blocked.chunks(v, scratch):
+        z = blocked.multiply(table[hs], blocked.analyse(v[bs, hs], top[bs, hs]))
+        blocked.synthesise(z, y[bs, hs], top[bs, hs], w_top[hs], factor)
+        del z  # before the next one is there
+
+
+def gradients(w: Tensor, v: Tensor, g: Tensor, dv: Tensor, first: int) -> Tensor:
+    """dv[m] = Σ_d w_d · g[m-d], and returned dw_d = Σ_n ⟨g[n], v[n+d]⟩ in float32."""
+    heads, distances = w.shape
+    blocked = _Blocked(cut(max(v.shape[2], g.shape[2]), v.dtype, gradients=True), v)
+    table, w_top, factor = blocked.spectrum(w, first, -1)
+    v_top, g_top = largest(v), largest(g)
+    norm = (v_top * g_top).amax(0).clamp(min=torch.finfo(torch.float32).tiny)
+    tile = LAGS | {"BT": min(blocked.size, LAGS["BT"])}
+    ways = 2 * (blocked.size // tile["BT"]) - 1
+    sums = w.new_zeros(heads, blocked.blocks, 2, ways, 2, tile["BT"])
+    for bs, hs in blocked.chunks(v, 2.1):
+        gs = blocked.analyse(g[bs, hs], g_top[bs, hs])
+        xs = blocked.analyse(v[bs, hs], v_top[bs, hs])
+        batch, some, _, dim = xs.shape
+        launch(
+            _block_lags,
+            (
+                2 * ways,
+                blocked.blocks,
+                some,
+            ),
+            gs,
+            xs,
+            g_top[bs, hs],
+            v_top[bs, hs],
+            norm[hs],
+            sums[hs],
+            batch * dim,
+            heads,
+            blocked.blocks,
+            *gs.stride()[:2],
+            *xs.stride()[:2],
+            L=blocked.size,
+            DIM=dim,
+            **tile,
+        )
+        del xs
+        z = blocked.multiply(table[hs], gs)
+        blocked.synthesise(z, dv[bs, hs], g_top[bs, hs], w_top[hs], factor)
+        del gs, z
+    return blocked.distances(sums, norm, first, distances)

@@ -1,0 +1,36 @@
+"""Launches of Triton kernels with less work on the CPU than Triton's own."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_COMPILED: dict[tuple, tuple[Any, tuple]] = {}
+_LIMIT = 4096  # launches to remember
+
+
+def launch(kernel, grid: tuple[int, ...], *args: Tensor | float, **options: Any) -> None:
+    """`kernel[grid](*args, **options)`, the compiled kernel remembered by its arguments.
+
+    Triton works out anew for each launch how its arguments are specialised, about 40 µs for 20 of
+    them. Numbers, dtypes and alignment decide it; with all of them equal, so is the kernel.
+    `options` are the constexpr parameters, the last of the kernel, and the launch options.
+    """
+    device = next(x.device for x in args if isinstance(x, Tensor))
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):  # Triton launches on the current device
+            return launch(kernel, grid, *args, **options)
+    tensors = [(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in args]
+    key = (kernel, device, *tensors, *options.values())
+    known = _COMPILED.get(key)
+    if known is not None:
+        compiled, constants = known
+        compiled[(*grid, 1, 1)[:3]](*args, *constants)
+        return None
+    compiled = kernel[grid](*args, **options)
+    if compiled is not None:  # the interpreter compiles nothing
+        if len(_COMPILED) >= _LIMIT:
+            _COMPILED.clear()
+        names = kernel.arg_names[len(args) :]
+        _COMPILED[key] = compiled, tuple(options[name] for name in names)
+    return None

@@ -1,0 +1,247 @@
+"""The operators that Triton computes, known to torch without importing Triton.
+
+`torch.compile` sees one node for each, and their results follow the memory order of the values:
+(batch, length, heads, dim), as a model's projections give them, or (batch, heads, length, dim).
+"""
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from fastrpb.kernels.autograd import apply
+
+# Measured on an NVIDIA H200, with torch 2.11 and Triton 3.6. In distances of a head:
+CROSSOVER = 5000  # above, the hierarchical product is faster than the direct one
+FLOAT16_LIMIT = 262_144  # above, the FFT is faster than the one step that float16 takes
+
+PACKED_BELOW = 16  # channels a head, to make the batch columns
+HALF = (torch.float16, torch.bfloat16)
+INSTALLED = importlib.util.find_spec("triton") is not None
+
+
+def runs_on(x: Tensor) -> bool:
+    """Whether Triton can compute with x here: on a GPU, or anywhere in its interpreter."""
+    return INSTALLED and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def wins(w: Tensor, v: Tensor) -> bool:
+    """Whether these operators are the fastest for a product on a GPU: in half precisions."""
+    fits = INSTALLED and v.dtype in HALF and w.dtype != torch.float64
+    return fits and (v.dtype == torch.bfloat16 or w.shape[-1] <= FLOAT16_LIMIT)
+
+
+def _like(v: Tensor, length: int) -> Tensor:
+    """A fresh (batch, heads, length, dim) tensor in the memory order of v."""
+    batch, heads, _, dim = v.shape
+    if heads > 1 and v.stride(1) < v.stride(2):
+        return v.new_empty(batch, length, heads, dim).transpose(1, 2)
+    return v.new_empty(batch, heads, length, dim)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The kernels read vectors: the last axis contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _packs(v: Tensor) -> bool:
+    return v.shape[-1] < PACKED_BELOW and len(v) > 1
+
+
+def _is_long(v: Tensor, distances: int) -> bool:
+    return v.dtype in HALF and distances > CROSSOVER
+
+
+@torch.library.custom_op("fastrpb::toeplitz_triton", mutates_args=())
+def _toeplitz(w: Tensor, v: Tensor, first: int, out_length: int, prefix: int) -> Tensor:
+    result = _like(v, prefix + out_length)
+    if not result.numel():
+        return result
+    from fastrpb.kernels import direct, hierarchical, layout  # noqa: PLC0415
+
+    w, v, y = w.contiguous(), _rows(v), result
+    if prefix:
+        result[:, :, :prefix] = 0
+        v, y = v[:, :, prefix:], y[:, :, prefix:]
+    packs, is_long = _packs(v), _is_long(v, w.shape[1])
+    x, out = (layout.pack(v), layout.empty_packed(y, out_length)) if packs else (v, y)
+    if is_long:
+        hierarchical.product(w, x, out, first)
+    else:
+        direct.product(w, x, out, first)
+    if packs:
+        layout.unpack(out, y)
+    return result
+
+
+@torch.library.custom_op("fastrpb::toeplitz_triton_backward", mutates_args=())
+def _toeplitz_backward(
+    g: Tensor, w: Tensor, v: Tensor, first: int, prefix: int
+) -> tuple[Tensor, Tensor]:
+    result = dv = _like(v, v.shape[2])
+    if not v.numel():
+        return torch.zeros_like(w), dv
+    from fastrpb.kernels import direct, hierarchical, layout  # noqa: PLC0415
+
+    w, g, v = w.contiguous(), _rows(g), _rows(v)
+    if prefix:
+        dv[:, :, :prefix] = 0
+        g, v, dv = (x[:, :, prefix:] for x in (g, v, dv))
+    packs, is_long = _packs(v), _is_long(v, w.shape[1])
+    out = layout.empty_packed(dv, v.shape[2]) if packs else dv
+    if packs:
+        g, v = layout.pack(g), layout.pack(v)
+    if is_long:
+        dw = hierarchical.gradients(w, v, g, out, first)
+    else:
+        direct.product(w, g, out, first, sign=-1)
+        dw = direct.lags(g, v, first, w.shape[1])
+    if packs:
+        layout.unpack(out, dv)
+    return dw, result
+
+
+@torch.library.custom_op("fastrpb::linear_attention_triton", mutates_args=())
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kind: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from fastrpb.kernels import linear  # noqa: PLC0415
+
+    y = _like(v, q.shape[2])
+    mask = None if mask is None else mask.contiguous()
+    means, norms, shifts = linear.forward(_rows(q), _rows(k), _rows(v), mask, y, kind)
+    return y, means, norms, shifts
+
+
+@torch.library.custom_op("fastrpb::linear_attention_triton_backward", mutates_args=())
+def _attention_backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    means: Tensor,
+    norms: Tensor,
+    shifts: Tensor,
+    kind: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from fastrpb.kernels import linear  # noqa: PLC0415
+
+    dq, dk, dv = (_like(x, x.shape[2]) for x in (q, k, v))
+    mask = None if mask is None else mask.contiguous()
+    g, q, k, v = (_rows(x) for x in (g, q, k, v))
+    linear.backward(g, q, k, v, mask, [means, norms, shifts], dq, dk, dv, kind)
+    return dq, dk, dv
+
+
+@torch.library.custom_op("fastrpb::image_sums_triton", mutates_args=())
+def _image_sums(v: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+    from fastrpb.kernels import image  # noqa: PLC0415
+
+    if height + width > image.LARGEST:
+        pixels = v.unflatten(2, (height, width))
+        return pixels.sum(3, dtype=torch.float32), pixels.sum(2, dtype=torch.float32)
+    return image.sums(_rows(v), height, width)
+
+
+@torch.library.custom_op("fastrpb::image_spread_triton", mutates_args=())
+def _image_spread(rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
+    from fastrpb.kernels import image  # noqa: PLC0415
+
+    batch, heads, height, dim = rows.shape
+    y = rows.new_empty(batch, heads, height * columns.shape[2], dim, dtype=dtype)
+    image.spread(rows.contiguous(), columns.contiguous(), y)
+    return y
+
+
+@_toeplitz.register_fake
+def _(w: Tensor, v: Tensor, first: int, out_length: int, prefix: int) -> Tensor:
+    return _like(v, prefix + out_length)
+
+
+@_toeplitz_backward.register_fake
+def _(g: Tensor, w: Tensor, v: Tensor, first: int, prefix: int) -> tuple[Tensor, Tensor]:
+    return w.new_empty(w.shape), _like(v, v.shape[2])
+
+
+def _state_width(dim: int) -> int:
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+@_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kind: int):
+    rows = *k.shape[:2], _state_width(k.shape[3])
+    means = k.new_empty(*rows, _state_width(v.shape[3]), dtype=torch.float32)
+    norms, shifts = (k.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    return _like(v, q.shape[2]), means, norms, shifts
+
+
+@_attention_backward.register_fake
+def _(g, q, k, v, mask, means, norms, shifts, kind):
+    return tuple(_like(x, x.shape[2]) for x in (q, k, v))
+
+
+@_image_sums.register_fake
+def _(v: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+    batch, heads, _, dim = v.shape
+    return (
+        v.new_empty(batch, heads, height, dim, dtype=torch.float32),
+        v.new_empty(batch, heads, width, dim, dtype=torch.float32),
+    )
+
+
+@_image_spread.register_fake
+def _(rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
+    batch, heads, height, dim = rows.shape
+    return rows.new_empty(batch, heads, height * columns.shape[2], dim, dtype=dtype)
+
+
+class ImageSums(torch.autograd.Function):
+    """Row and column sums of images. `ImageSpread` is the adjoint: each is the other's gradient."""
+
+    @staticmethod
+    def forward(v, height, width):
+        return torch.ops.fastrpb.image_sums_triton(v, height, width)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx, rows, columns):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return apply(ImageSpread, rows, columns, ctx.dtype), None, None
+
+    @staticmethod
+    def vmap(info, in_dims, v, height, width):  # pyright: ignore[reportIncompatibleMethodOverride]
+        v = into_batch(v, in_dims[0], info.batch_size)
+        sums = apply(ImageSums, v, height, width)
+        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in sums), (0, 0)
+
+
+class ImageSpread(torch.autograd.Function):
+    """y[i, j] = rows[i] + columns[j]."""
+
+    @staticmethod
+    def forward(rows, columns, dtype):
+        return torch.ops.fastrpb.image_spread_triton(rows, columns, dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.height, ctx.width = inputs[0].shape[-2], inputs[1].shape[-2]
+
+    @staticmethod
+    def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return *apply(ImageSums, g, ctx.height, ctx.width), None
+
+    @staticmethod
+    def vmap(info, in_dims, rows, columns, dtype):  # pyright: ignore[reportIncompatibleMethodOverride]
+        rows = into_batch(rows, in_dims[0], info.batch_size)
+        columns = into_batch(columns, in_dims[1], info.batch_size)
+        return apply(ImageSpread, rows, columns, dtype).unflatten(0, (info.batch_size, -1)), 0
+
+
+def into_batch(x: Tensor, mapped: int | None, count: int) -> Tensor:
+    """Merge the axis that `torch.func.vmap` maps over, or `count` copies, into the batch axis."""
+    x = x.expand(count, *x.shape) if mapped is None else x.movedim(mapped, 0)
+    return x.flatten(0, 1)

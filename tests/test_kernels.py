@@ -1,0 +1,467 @@
+"""The Triton kernels against the definition: on a GPU if there is one, else in the interpreter."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from fastrpb import (
+    FastRPB,
+    elu1,
+    init,
+    linear_attention,
+    linear_attention_weights,
+    relu,
+    sikf,
+    toeplitz,
+    toeplitz_2d,
+    toeplitz_matmul,
+    toeplitz_matmul_2d,
+)
+from fastrpb.kernels import ops
+
+hierarchical = pytest.importorskip("fastrpb.kernels.hierarchical", reason="needs triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Fresh memory is NaN, so that what a kernel leaves unwritten shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=["direct", "hierarchical"])
+def way(request, monkeypatch):
+    """All products by one of the kernels, whatever their length."""
+    limit = 10**9 if request.param == "direct" else 0
+    monkeypatch.setattr(ops, "CROSSOVER", limit)
+    sizes = {"two steps": (2, 64), "wide blocks": (1, 128)}.get(request.param)
+    if sizes:
+        inner, size = sizes
+        cut = lambda n, *_, **__: hierarchical.Cut(-(-n // (inner * size)), inner, size)  # noqa: E731
+        monkeypatch.setattr(hierarchical, "cut", cut)
+    return request.param
+
+
+def rand(*shape, dtype=torch.float32):
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def error(x, exact):
+    return ((x.double() - exact).norm() / exact.norm()).item()
+
+
+def future_cut(w, m):
+    return torch.where(torch.arange(w.shape[-1], device=w.device) < m, w, 0)
+
+
+def assert_as_good_as_plain(fast, plain, w, v, factor=2.0):
+    """Values and gradients of `fast` err at most `factor` times as much as plain torch.
+
+    Both against float64; plain torch has w in the dtype of v too, as a dense product needs it.
+    """
+    wide = [x.detach().double().requires_grad_() for x in (w, v)]
+    exact = plain(*wide)
+    g = rand(*exact.shape, dtype=v.dtype)
+    exact_grads = torch.autograd.grad(exact, wide, g.double())
+    narrow = [x.detach().to(v.dtype).requires_grad_() for x in (w, v)]
+    baseline = plain(*narrow)
+    baseline_grads = torch.autograd.grad(baseline, narrow, g)
+    inputs = [w.detach().requires_grad_(), v.detach().requires_grad_()]
+    y = fast(*inputs)
+    assert y.dtype == v.dtype
+    got = (y, *torch.autograd.grad(y, inputs, g))
+    for a, b, e in zip(got, (baseline, *baseline_grads), (exact, *exact_grads), strict=True):
+        assert a.shape == e.shape
+        assert error(a, e) <= factor * error(b, e) + 1e-6
+
+
+# 130 and 300 take several tiles, the last of them in part; 1 and 17 less than one.
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("way", "shape", "m", "dtype"),
+    [
+        ("direct", (1, 2, 1, 16), 1, torch.float16),
+        ("direct", (2, 2, 17, 16), 17, torch.bfloat16),
+        ("direct", (3, 2, 130, 24), 130, torch.float16),
+        ("direct", (1, 1, 300, 16), 130, torch.float16),
+        ("direct", (1, 2, 100, 32), 300, torch.bfloat16),
+        ("direct", (5, 3, 70, 2), 70, torch.float16),
+        ("direct", (3, 4, 140, 1), 140, torch.bfloat16),
+        ("hierarchical", (2, 1, 190, 16), 190, torch.float16),
+        ("hierarchical", (1, 2, 100, 16), 190, torch.bfloat16),
+        ("hierarchical", (9, 2, 130, 2), 130, torch.bfloat16),
+        ("wide blocks", (1, 1, 250, 16), 250, torch.float16),
+        ("two steps", (1, 1, 250, 16), 250, torch.bfloat16),
+        ("two steps", (17, 1, 250, 1), 130, torch.bfloat16),
+    ],
+    indirect=["way"],
+)
+def test_products_and_gradients(way, shape, m, dtype, causal):
+    if causal and way == "two steps":
+        pytest.skip("slow in the interpreter, and no other code than that of one step")
+    w, v = rand(shape[1], m + shape[2] - 1), rand(*shape, dtype=dtype)
+
+    def fast(w, v):
+        return toeplitz_matmul(w, v, out_length=m, causal=causal, impl="triton")
+
+    def plain(w, v):
+        return toeplitz(future_cut(w, m) if causal else w, m) @ v
+
+    # The DFT of two or three blocks has few entries, whose rounding errors do not average out.
+    assert_as_good_as_plain(fast, plain, w, v, factor=2.0 if way == "direct" else 3.0)
+
+
+@pytest.mark.parametrize(("dim", "inside"), [(2, True), (2, False), (16, True)])
+def test_prefix(way, dim, inside):
+    """Zero rows and columns before W, in gradients too, in either memory order."""
+    rpb = FastRPB(2, 100, prefix=3, init=init.normal(1.0)).to(DEVICE)
+    v = rand(2, 2, 103, dim, dtype=torch.float16)
+    v = v.transpose(1, 2).contiguous().transpose(1, 2) if inside else v
+
+    def fast(w, v):
+        return toeplitz_matmul(w, v, prefix=3, impl="triton")
+
+    def plain(w, v):
+        return torch.nn.functional.pad(toeplitz(w), (3, 0, 3, 0)) @ v
+
+    assert_as_good_as_plain(fast, plain, rpb.w.detach(), v, factor=3.0)
+    assert not fast(rpb.w, v)[:, :, :3].any()
+    assert error(rpb(v), rpb.matrix(103).double() @ v.double()) < 1e-3
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("dtype", HALF)
+def test_cuts_cover_any_length(dtype, gradients):
+    for n in (1, 63, 64, 8193, 16385, 70_001, 131_073, 1 << 20, (1 << 20) + 1):
+        outer, inner, size = hierarchical.cut(n, dtype, gradients=gradients)
+        assert (outer - 1) * inner * size < n <= outer * inner * size
+        assert inner == 1 or dtype == torch.bfloat16
+
+
+def test_float32_by_the_direct_kernel():
+    """Three products of tf32 for each, not one."""
+    w, v = rand(2, 2 * 130 - 1), rand(2, 2, 130, 16)
+    exact = toeplitz(w.double()) @ v.double()
+    fft = error(toeplitz_matmul(w, v, impl="fft"), exact)
+    assert error(toeplitz_matmul(w, v, impl="triton"), exact) <= 2 * fft + 2e-7
+
+
+@pytest.mark.parametrize("dim", [1, 16])
+def test_any_memory_order(way, dim):
+    """And the result follows that of v."""
+    w, n = rand(2, 2 * 90 - 1), 90
+    inside = rand(2, n, 2, dim, dtype=torch.float16).transpose(1, 2)
+    chunk = rand(2, n, 6 * dim, dtype=torch.float16).chunk(3, -1)[1].unflatten(-1, (2, dim))
+    strided = rand(2, 2, n, 2 * dim, dtype=torch.float16)[..., ::2]
+    for v in (inside, chunk.transpose(1, 2), strided):
+        y = toeplitz_matmul(w, v, impl="triton")
+        exact = toeplitz(w.double()) @ v.double()
+        assert error(y, exact) <= 3 * error(toeplitz(w.half()) @ v, exact)
+        assert y.transpose(1, 2).is_contiguous() == (v is not strided)
+
+
+def test_scales_do_not_overflow(way):
+    """Numbers beyond float16 in bfloat16, weights beyond it, and small ones beside large ones."""
+    n = 100
+    w = rand(2, 2 * n - 1) * torch.tensor([[1e6], [1e-6]], device=DEVICE)
+    v = rand(2, 2, n, 16) * torch.tensor([1e10, 1e-10], device=DEVICE)[:, None, None, None]
+    v = v.bfloat16()
+    y = toeplitz_matmul(w, v, impl="triton")
+    exact = toeplitz(w.double()) @ v.double()
+    for b in range(2):
+        for h in range(2):
+            assert error(y[b, h], exact[b, h]) < 4e-3
+    ones = torch.ones(1, 1, 5000 if DEVICE == "cuda" else 190, 16, device=DEVICE).bfloat16()
+    w = torch.ones(1, 2 * ones.shape[2] - 1, device=DEVICE)
+    torch.testing.assert_close(
+        toeplitz_matmul(w, ones, impl="triton"), ones.shape[2] * ones, rtol=8e-3, atol=0
+    )
+
+
+def test_zeros_and_nan(way):
+    w, v = rand(2, 199), rand(2, 2, 100, 16, dtype=torch.float16)
+    assert not toeplitz_matmul(w, torch.zeros_like(v), impl="triton").any()
+    assert not toeplitz_matmul(torch.zeros_like(w), v, impl="triton").any()
+    v[1, 0, 50] = torch.nan
+    y = toeplitz_matmul(w, v, impl="triton")
+    assert y[1, 0].isnan().any(-1).all()
+    assert y[0].isfinite().all()
+    assert y[1, 1].isfinite().all()
+
+
+def test_deterministic(way):
+    w, v = rand(1, 259).requires_grad_(), rand(2, 1, 130, 16, dtype=torch.float16).requires_grad_()
+    runs = []
+    for _ in range(2):
+        y = toeplitz_matmul(w, v, impl="triton")
+        runs.append((y, *torch.autograd.grad(y.float().square().sum(), (w, v))))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "full", "dtype"),
+    [
+        ((5, 9), False, torch.bfloat16),
+        ((40, 70), False, torch.float16),
+        ((70, 80), False, torch.bfloat16),
+        ((5, 9), True, torch.float16),
+    ],
+)
+def test_images(shape, full, dtype):
+    h, width = shape
+    w = rand(2, 2 * h - 1, 2 * width - 1) if full else rand(2, 2 * max(shape) - 1)
+    v = rand(2, 2, h * width, 16, dtype=dtype)
+    assert_as_good_as_plain(
+        lambda w, v: toeplitz_matmul_2d(w, v, shape, impl="triton"),
+        lambda w, v: toeplitz_2d(w, shape) @ v,
+        w,
+        v,
+    )
+
+
+PHIS = pytest.mark.parametrize("phi", [sikf, elu1, relu], ids=["sikf", "elu1", "relu"])
+
+
+def masks(batch, n):
+    mask = torch.rand(batch, n, device=DEVICE) < 0.6
+    mask[-1] = False
+    return mask
+
+
+@PHIS
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+@pytest.mark.parametrize("masked", [False, True])
+def test_linear_attention(phi, dtype, masked):
+    q, k, v = (3 * rand(2, 2, m, d, dtype=dtype) for m, d in ((70, 20), (150, 20), (150, 24)))
+    mask = masks(2, 150) if masked else None
+    if masked:  # what is masked may be anything
+        k[~mask[:, None].expand(2, 2, 150)] = torch.nan
+        v[~mask[:, None].expand(2, 2, 150)] = torch.inf
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    exact = linear_attention(*wide, phi=phi, mask=mask)
+    g = rand(*exact.shape, dtype=dtype)
+    exact_grads = torch.autograd.grad(exact, wide, g.double())
+
+    def errors(impl):
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        y = linear_attention(*inputs, phi=phi, mask=mask, impl=impl)
+        assert y.dtype == dtype
+        got = (y, *torch.autograd.grad(y, inputs, g))
+        return [error(a, b) for a, b in zip(got, (exact, *exact_grads), strict=True)]
+
+    for fast, plain in zip(errors("triton"), errors("torch"), strict=True):
+        assert fast <= 2 * plain + 2e-7
+
+
+def test_linear_attention_equals_its_definition():
+    q, k, v = rand(3, 2, 2, 100, 16)
+    y = linear_attention(q, k, v, phi=sikf, impl="triton")
+    definition = linear_attention_weights(q.double(), k.double(), phi=sikf) @ v.double()
+    assert error(y, definition) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+def test_sikf_does_not_overflow(dtype):
+    q, k = 1e4 * rand(2, 1, 2, 80, 16)
+    v = rand(1, 2, 80, 16, dtype=dtype)
+    q, k = q.to(dtype), k.to(dtype)
+    exact = linear_attention(q.double(), k.double(), v.double(), phi=sikf)
+    plain = error(linear_attention(q, k, v, phi=sikf, impl="torch"), exact)
+    assert error(linear_attention(q, k, v, phi=sikf, impl="triton"), exact) <= 2 * plain + 2e-7
+
+
+def test_linear_attention_in_any_memory_order_and_lead():
+    qkv = rand(2, 60, 3 * 2 * 16, dtype=torch.float16)
+    q, k, v = (x.unflatten(-1, (2, 16)).transpose(1, 2) for x in qkv.chunk(3, -1))
+    y = linear_attention(q, k, v, phi=sikf, impl="triton")
+    assert y.transpose(1, 2).is_contiguous()
+    torch.testing.assert_close(y, linear_attention(q, k, v, phi=sikf, impl="torch"))
+    alone = linear_attention(q[0], k[0], v[0], phi=sikf, impl="triton")
+    torch.testing.assert_close(alone, y[0])
+
+
+def test_gradients_of_gradients():
+    w, v = rand(2, 39).requires_grad_(), rand(1, 2, 20, 16, dtype=torch.float16).requires_grad_()
+    q, k = rand(2, 1, 2, 20, 16).unbind()
+
+    def second(impls, w, v, q, k):
+        q, k = q.requires_grad_(), k.requires_grad_()
+        y = toeplitz_matmul(w, v, impl=impls[0]).to(q.dtype)
+        y = linear_attention(q, k, y, phi=sikf, impl=impls[1])
+        first = torch.autograd.grad(y.square().sum(), (w, q), create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in first), (w, q, k))
+
+    got = second(("triton", "triton"), w, v, q, k)
+    wanted = second(
+        ("dense", "torch"), *(x.detach().double().requires_grad_() for x in (w, v, q, k))
+    )
+    for a, b in zip(got, wanted, strict=True):
+        assert error(a, b) < 5e-3
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_func_transforms():
+    w, v = rand(2, 39), rand(3, 2, 2, 20, 16, dtype=torch.float16)
+    got = torch.func.vmap(lambda v: toeplitz_matmul(w, v, impl="triton"))(v)
+    torch.testing.assert_close(got, toeplitz_matmul(w, v, impl="triton"))
+    q, k, u = rand(3, 3, 2, 2, 20, 16)
+
+    def loss(q, k, u):
+        return linear_attention(q, k, u, phi=sikf, impl="triton").square().sum()
+
+    got = torch.func.vmap(torch.func.grad(loss, (0, 1, 2)))(q, k, u)
+    inputs = [x.clone().requires_grad_() for x in (q, k, u)]
+    linear_attention(*inputs, phi=sikf, impl="torch").square().sum().backward()
+    for a, x in zip(got, inputs, strict=True):
+        torch.testing.assert_close(a, x.grad, rtol=1e-4, atol=1e-5)
+    image = rand(2, 7)
+    mapped = torch.func.vmap(lambda v: toeplitz_matmul_2d(image, v, (4, 4), impl="triton"))
+    v = rand(3, 2, 2, 16, 16, dtype=torch.float16)
+    torch.testing.assert_close(mapped(v), toeplitz_matmul_2d(image, v, (4, 4), impl="triton"))
+
+
+def test_operators_are_registered_correctly():
+    w, g = rand(2, 39), rand(2, 2, 20, 4, dtype=torch.float16)
+    for v in (rand(2, 2, 20, 4).half(), rand(2, 20, 2, 8).half().transpose(1, 2)[..., ::2]):
+        opcheck(torch.ops.fastrpb.toeplitz_triton.default, (w, v, -19, 20, 0))
+        opcheck(torch.ops.fastrpb.toeplitz_triton_backward.default, (g, w, v, -19, 0))
+
+
+def test_the_other_operators_are_registered_correctly():
+    q, k, v = rand(3, 2, 2, 16, 4, dtype=torch.float16)
+    y, *state = torch.ops.fastrpb.linear_attention_triton(q, k, v, None, 0)
+    for mask in (None, masks(2, 16)):
+        opcheck(torch.ops.fastrpb.linear_attention_triton.default, (q, k, v, mask, 0))
+        opcheck(
+            torch.ops.fastrpb.linear_attention_triton_backward.default,
+            (y, q, k, v, mask, *state, 0),
+        )
+    opcheck(torch.ops.fastrpb.image_sums_triton.default, (v, 2, 8))
+    sums = torch.ops.fastrpb.image_sums_triton(v, 2, 8)
+    opcheck(torch.ops.fastrpb.image_spread_triton.default, (*sums, torch.float16))
+
+
+def test_compiles_to_one_graph(monkeypatch):
+    torch.compiler.reset()
+    w, q = rand(2, 39).requires_grad_(), rand(2, 2, 20, 16, dtype=torch.float16)
+
+    def run(w, q):
+        y = linear_attention(q, q, q, phi=sikf, impl="triton")
+        return (
+            y
+            + toeplitz_matmul(w, q, impl="triton")
+            + toeplitz_matmul_2d(w[:, 15:24], q, (4, 5), impl="triton")
+        )
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    got, wanted = compiled(w, q), run(w, q)
+    torch.testing.assert_close(got, wanted)
+    g = rand(*got.shape, dtype=torch.float16)
+    torch.testing.assert_close(
+        torch.autograd.grad(got, w, g), torch.autograd.grad(wanted, w, g), rtol=1e-3, atol=1e-3
+    )
+
+
+W, V = torch.randn(2, 9), torch.randn(1, 2, 5, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: toeplitz_matmul(W, V.half(), impl="triton"), "needs a GPU.*v is on cpu"),
+        (lambda: toeplitz_matmul_2d(W, V.half(), (1, 5), impl="triton"), "needs a GPU"),
+        (lambda: linear_attention(V, V, V, phi=sikf, impl="triton"), "needs a GPU.*cpu"),
+    ],
+)
+def test_triton_off_the_gpu_raises(call, words, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def _causal(v):
+    return linear_attention(v, v, v, phi=sikf, causal=True, impl="triton")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda v: toeplitz_matmul(W.to(v), v, impl="triton"), "float64"),
+        (lambda v: linear_attention(v, v, v, phi=sikf, impl="triton"), "float64"),
+        (lambda v: _causal(v.half()), "causal=True"),
+        (lambda v: linear_attention(v, v, v, phi=sikf, impl="cuda"), "'cuda'.*auto, torch, triton"),
+    ],
+)
+def test_what_triton_does_not_take_raises(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(V.double().to(DEVICE))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+class TestOnAGpu:
+    @pytest.mark.parametrize("shape", [(2, 8, 1000, 64), (1, 2, 5000, 64), (1, 2, 70_001, 32)])
+    @pytest.mark.parametrize("dtype", HALF)
+    def test_auto_at_length(self, shape, dtype):
+        w, v = rand(shape[1], 2 * shape[2] - 1), rand(*shape, dtype=dtype)
+        inputs = w.requires_grad_(), v.requires_grad_()
+        wide = [x.detach().double().requires_grad_() for x in inputs]
+        g = rand(*shape, dtype=dtype)
+        y = toeplitz_matmul(*inputs)
+        exact = toeplitz_matmul(*wide, impl="fft")
+        got = (y, *torch.autograd.grad(y, inputs, g))
+        wanted = (exact, *torch.autograd.grad(exact, wide, g.double()))
+        # A dense product in that precision rounds w and y, each by about 0.42 of half its eps.
+        plain = 2**0.5 * 0.42 * torch.finfo(dtype).eps / 2
+        assert error(y, exact) < 2 * plain
+        assert error(got[2], wanted[2]) < 2 * plain
+        assert error(got[1], wanted[1]) < max(2 * plain, 1e-3)  # products of rounded transforms
+
+    def test_a_million_positions(self):
+        n = 1 << 20
+        w, v = rand(1, 2 * n - 1), rand(1, 1, n, 64, dtype=torch.bfloat16)
+        exact = toeplitz_matmul(w.double(), v.double(), impl="fft")
+        assert error(toeplitz_matmul(w, v), exact) < 2 * error(exact.bfloat16(), exact)
+
+    @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+    def test_cuda_graph(self):
+        rpb = FastRPB(4, 6000, init=init.normal(1.0)).to(DEVICE)
+        v = rand(2, 4, 6000, 64, dtype=torch.bfloat16).requires_grad_()
+
+        def step():
+            y = linear_attention(v, v, v, phi=sikf) + rpb(v)
+            return y, *torch.autograd.grad(y.float().square().sum(), (rpb.w, v))
+
+        torch.use_deterministic_algorithms(False)
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = step()
+        with torch.no_grad():
+            v.copy_(torch.randn_like(v))
+        graph.replay()
+        for a, b in zip(outputs, step(), strict=True):
+            torch.testing.assert_close(a, b)
+
+    def test_autocast_and_auto(self):
+        rpb = FastRPB(4, 300, init=init.normal(1.0)).to(DEVICE)
+        v = rand(2, 4, 300, 16, dtype=torch.bfloat16)
+        with torch.autocast("cuda", torch.bfloat16):
+            y = rpb(v)
+        torch.testing.assert_close(y, toeplitz_matmul(rpb.w, v, impl="triton"))
+
+    @pytest.mark.parametrize(("n", "limit"), [(1024, 1.5), (4096, 1.5), (16384, 6), (65536, 6)])
+    def test_extra_memory(self, n, limit):
+        torch.use_deterministic_algorithms(False)
+        w, v = rand(8, 2 * n - 1), rand(65536 // n, 8, n, 64, dtype=torch.bfloat16)
+        toeplitz_matmul(w, v)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        toeplitz_matmul(w, v)
+        assert torch.cuda.max_memory_allocated() - before <= limit * v.nbytes
