@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from fastrpb.bench import bench
+from fastrpb.bench import bench, measure
 from fastrpb.bench.cpu import OPERATIONS, operation_cost
 from fastrpb.bench.measure import against_length, growth, medians, peak_of, table
 from fastrpb.bench.model import _crossings, _name, _pairs, layer_cost
@@ -18,7 +18,8 @@ def quadratic(scale, n, backward):
     return scale * (1 + backward) * n**2, 10 * n
 
 
-def test_costs_against_the_length_stop_where_patience_ends():
+def test_costs_against_the_length_stop_where_patience_ends(monkeypatch):
+    monkeypatch.setattr(measure, "apart", lambda function, *arguments: function(*arguments))
     rows = against_length(quadratic, 1e-6, [100, 200, 400, 800, 1600], patience=1.0)
     assert [row["length"] for row in rows] == [100, 200, 400]  # 800² µs, twice, is over a second
     assert rows[1][FULL] == pytest.approx(80)

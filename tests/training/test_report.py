@@ -11,6 +11,7 @@ from fastrpb.figures import biases, curves_figure, slice_of, weights_figure, wei
 from fastrpb.report import Table, as_html, as_latex, as_markdown, collect, ranks, write_report
 from fastrpb.run import Run
 from fastrpb.train import load_run, train
+from runs import small
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,18 +29,12 @@ TABLE = Table(
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Two seeds with a 1D bias, one with a 2D bias, one without, one cut off."""
-    from conftest import SMALL  # noqa: PLC0415
-    from fastrpb.config import override, preset  # noqa: PLC0415
-
     folder = tmp_path_factory.mktemp("runs")
     for position, seed in [("fastrpb", 0), ("fastrpb", 1), ("fastrpb2d", 0), ("none", 0)]:
-        config = override(
-            preset("digits", position=position),
-            {**SMALL, "steps": 20, "eval_every": 10, "layers": 2, "seed": seed},
-        )
+        config = small(position=position, steps=20, eval_every=10, layers=2, seed=seed)
         train(config, folder / config.name, cpu=True)
     begun = Run(folder / "begun")
-    begun.open(override(preset("digits"), SMALL))
+    begun.open(small())
     return folder
 
 
@@ -139,7 +134,7 @@ def test_records_without_their_folders(runs, tmp_path):
     assert not list((tmp_path / "report").glob("*.svg"))
 
 
-def test_two_set_ups_of_a_task_are_two_tables(small, runs, tmp_path):
+def test_two_set_ups_of_a_task_are_two_tables(runs, tmp_path):
     train(small(steps=2), tmp_path / "other", cpu=True)
     content = write_report([runs, tmp_path / "other"], tmp_path / "report").read_text()
     assert "<h2>digits</h2>" in content
