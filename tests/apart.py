@@ -1,6 +1,5 @@
-"""Processes of their own that start in no time: what they need is imported once."""
+"""Processes of their own for tests, to be killed."""
 
-import multiprocessing
+from fastrpb.processes import fresh_processes
 
-APART = multiprocessing.get_context("forkserver")
-APART.set_forkserver_preload(["fastrpb.sweep"])
+APART = fresh_processes("fastrpb.sweep")

@@ -11,6 +11,7 @@ ROOT = Path(fastrpb.__file__).parent
 CORE = [
     "checks",
     "files",
+    "processes",
     "init",
     "kernels",
     "toeplitz",

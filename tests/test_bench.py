@@ -38,6 +38,16 @@ def test_the_peak_is_measured():
     assert 60e6 < peak_of(lambda: torch.zeros(16_000_000).add_(1)) < 80e6
 
 
+def test_on_cuda_the_peak_is_that_of_the_allocator(monkeypatch):
+    bytes_at = {"now": 100, "peak": 900}
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: bytes_at["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: bytes_at["peak"])
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda: bytes_at.update(peak=bytes_at["now"])
+    )
+    assert peak_of(lambda: bytes_at.update(peak=350), "cuda") == 250
+
+
 def test_every_pair_once_and_none_that_cannot_be():
     names = [_name(pair) for pair in _pairs()]
     assert len(names) == len({*names}) == 33

@@ -4,7 +4,6 @@ Finished runs are skipped and begun ones go on, so a grid can be stopped and con
 processes can work at the same one: whoever holds a run's lock trains it.
 """
 
-import multiprocessing
 import os
 import signal
 import statistics
@@ -20,6 +19,7 @@ import torch
 from fastrpb.checks import check_choice
 from fastrpb.config import COLUMNS, ROWS, RunConfig, override, preset, with_row
 from fastrpb.model import Position
+from fastrpb.processes import fresh_processes
 from fastrpb.run import BusyError, Run, read_lines, same_config
 from fastrpb.train import Interruption, Progress, train
 
@@ -82,9 +82,7 @@ def compare(
     folder = Path(folder)
     done = finished(configs, folder)
     todo = [config for config in dict.fromkeys(configs) if config not in done]
-    context = multiprocessing.get_context("forkserver")
-    # Imported once, before any process starts.
-    context.set_forkserver_preload(["fastrpb.train"])
+    context = fresh_processes("fastrpb.train")
     places = _places(jobs)
     running: dict[Any, tuple[RunConfig, Any, str]] = {}  # by pipe
     try:

@@ -71,20 +71,20 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
     vocab_size: int
     max_length: Annotated[int, "tokens, CLS not counted"]
     num_classes: int = 2
-    dim: int = 256
-    layers: int = 4
-    heads: int = 8
+    dim: Annotated[int, "width of the residual stream"] = 256
+    layers: Annotated[int, "blocks of attention and MLP"] = 4
+    heads: Annotated[int, "of the attention"] = 8
     qkv_dim: Annotated[int | None, "default: dim"] = None
     mlp_dim: Annotated[int | None, "default: 4·dim"] = None
-    attention: Attention = "linear"
+    attention: Annotated[Attention, "kind of attention"] = "linear"
     features: Annotated[Features, "of linear attention"] = "sikf"
-    position: Position = "fastrpb"
+    position: Annotated[Position, "relative positions of every layer"] = "fastrpb"
     absolute: Annotated[Absolute, "positions added to the embedding"] = "learned"
-    pooling: Pooling = "cls"
-    causal: bool = False
+    pooling: Annotated[Pooling, "what is classified: a CLS token, or the mean"] = "cls"
+    causal: Annotated[bool, "each token sees the earlier ones alone"] = False
     image: Annotated[tuple[int, int] | None, "height and width, for fastrpb2d"] = None
     bias_kind: Annotated[Kind, "of fastrpb2d"] = "additive"
-    bias_init: BiasInit = "local"
+    bias_init: Annotated[BiasInit, "first weights of the bias"] = "local"
     bias_reach: Annotated[float, "longest scale of the local init, in tokens"] = 16.0
     filters: Annotated[int | None, "of the bias: a divisor of the width; default: heads"] = None
     nu: Annotated[int, "of dpfp"] = 1
@@ -92,7 +92,7 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
     realizations: Annotated[int, "of sinespe and convspe"] = 64
     sines: Annotated[int, "of sinespe"] = 10
     kernel_size: Annotated[int, "of convspe"] = 128
-    dropout: float = 0.1
+    dropout: Annotated[float, "of embeddings, attention layers and MLPs"] = 0.1
     attention_dropout: Annotated[
         float, "of softmax attention; linear attention has no weights to drop"
     ] = 0.0

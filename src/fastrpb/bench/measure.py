@@ -1,7 +1,6 @@
 """How things are measured: times that take turns, memory in a process of its own, growth."""
 
 import math
-import multiprocessing
 import platform
 import statistics
 import time
@@ -13,11 +12,16 @@ from typing import Any
 
 import torch
 
+from fastrpb.processes import fresh_processes
+
 Run = Callable[[], object]
 Row = dict[str, object]
 Rows = list[Row]
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+def device() -> str:
+    """The GPU where there is one; asked for late, since importing must not open it."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def medians(runs: dict[str, Run], repeats: int = 9) -> dict[str, float]:
@@ -36,25 +40,23 @@ def medians(runs: dict[str, Run], repeats: int = 9) -> dict[str, float]:
 
 
 def _wait() -> None:
-    if DEVICE == "cuda":
+    if device() == "cuda":
         torch.cuda.synchronize()
 
 
 def apart(function: Callable, *args: object) -> Any:
     """`function(*args)` in a fresh process: what ran before leaves no memory behind."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fastrpb.bench"])
     # Not a Pool: that one waits forever for a process that ran out of memory.
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    with ProcessPoolExecutor(1, mp_context=fresh_processes("fastrpb.bench")) as pool:
         return pool.submit(function, *args).result()
 
 
-def peak_of(run: Run, device: str = "cpu") -> int:
+def peak_of(run: Run, on: str = "cpu") -> int:
     """Measured peak of memory during `run`, above what there was before it.
 
     On CUDA that of the allocator, on the CPU that of the process (Linux).
     """
-    if device == "cuda":
+    if on == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run()
@@ -111,7 +113,7 @@ def machine(name: str) -> dict[str, object]:
     if info.exists():
         names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         cpu = names[0].split(":")[1].strip() if names else cpu
-    gpu = {"gpu": torch.cuda.get_device_name()} if DEVICE == "cuda" else {}
+    gpu = {"gpu": torch.cuda.get_device_name()} if device() == "cuda" else {}
     return {
         **gpu,
         "cpu": cpu,

@@ -7,7 +7,7 @@ import torch
 from rich.progress import track
 
 from fastrpb.bench.cpu import load_libraries
-from fastrpb.bench.measure import DEVICE, Rows, Run, against_length, growth, medians, peak_of
+from fastrpb.bench.measure import Rows, Run, against_length, device, growth, medians, peak_of
 from fastrpb.config import COLUMNS, ROWS
 from fastrpb.model import ON_LOGITS, Attention, Block, Features, ModelConfig, Position
 
@@ -40,14 +40,14 @@ def layer_cost(pair: Pair, n: int, backward: bool) -> tuple[float, int]:
     load_libraries()
     _layer_run(pair, 16, backward)()
     run = _layer_run(pair, n, backward)
-    peak = peak_of(run, DEVICE)  # of the first run: later ones find the memory of earlier ones
+    peak = peak_of(run, device())  # of the first run: later ones find the memory of earlier ones
     return medians({"run": run}, repeats=3)["run"], peak
 
 
 def _layer_run(pair: Pair, n: int, backward: bool) -> Run:
     config = ModelConfig(vocab_size=1, max_length=n, pooling="mean", **pair)  # pyright: ignore[reportArgumentType]
-    layer = Block(config).attention.to(DEVICE)
-    x = torch.randn(1, n, config.dim, device=DEVICE, requires_grad=backward)
+    layer = Block(config).attention.to(device())
+    x = torch.randn(1, n, config.dim, device=device(), requires_grad=backward)
 
     def train() -> None:
         layer.zero_grad()

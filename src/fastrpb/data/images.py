@@ -51,7 +51,9 @@ def grey(blob: bytes, shape: tuple[int, int], where: object) -> bytes:
             if image.mode == "L":
                 return image.tobytes()
             return luminance(np.asarray(image.convert("RGB"))).tobytes()
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+    except UnidentifiedImageError:
+        raise DataError(f"{where}: not a readable image (of no known format)") from None
+    except (OSError, SyntaxError) as error:
         raise DataError(f"{where}: not a readable image ({_first_line(error)})") from error
 
 
