@@ -162,7 +162,7 @@ def curves_figure(runs: Sequence[tuple[str, list[dict[str, Any]]]]) -> Figure:
 
 def scaling_figure(curves: dict[str, dict[int, tuple[float, float]]], machine: str) -> Figure:
     """Figure 3: evaluation time and peak memory against the number of tokens, on log scales."""
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    figure = Figure(figsize=(9.5, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     looks = dict(
         zip(dict.fromkeys(name.split(" + ")[0] for name in curves), _looks(), strict=False)
@@ -175,10 +175,15 @@ def scaling_figure(curves: dict[str, dict[int, tuple[float, float]]], machine: s
             ax.plot(list(points), values, line, color=colour, marker=mark, markersize=4, label=name)
     left.set(ylabel="evaluation time, ms")
     right.set(ylabel="peak memory, MB")
+    lengths = sorted({n for points in curves.values() for n in points})
     for ax in (left, right):
         ax.set(xlabel="tokens (pixels)", xscale="log", yscale="log")
-        ax.grid(alpha=0.5, which="both")
-    right.legend(fontsize=7)
+        ax.set_xticks(lengths, [str(n) for n in lengths])
+        ax.minorticks_off()
+        ax.grid(alpha=0.5)
+    figure.legend(
+        *right.get_legend_handles_labels(), loc="outside right center", fontsize=7, handlelength=4
+    )
     figure.suptitle(machine, fontsize=8)
     return figure
 
