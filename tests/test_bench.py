@@ -38,6 +38,12 @@ def test_the_peak_is_measured():
     assert 60e6 < peak_of(lambda: torch.zeros(16_000_000).add_(1)) < 80e6
 
 
+def test_memory_that_was_kept_is_not_overlooked():
+    pair = {"attention": "softmax", "features": "sikf", "position": "none"}
+    _, peak = measure.apart(layer_cost, pair, 1024, False)
+    assert peak > 4 * 1024 * 256  # at least the output
+
+
 def test_on_cuda_the_peak_is_that_of_the_allocator(monkeypatch):
     bytes_at = {"now": 100, "peak": 900}
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: bytes_at["now"])

@@ -5,6 +5,8 @@ import io
 import tarfile
 
 import pytest
+
+from fastrpb.data import DataError, load, sources, task
 from samples import (
     LISTOPS,
     idx,
@@ -20,8 +22,6 @@ from samples import (
     write_reviews,
     write_tar,
 )
-
-from fastrpb.data import DataError, load, sources, task
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 

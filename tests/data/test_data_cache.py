@@ -6,9 +6,9 @@ import time
 import numpy as np
 import pytest
 import torch
-from samples import write_parquet, write_reviews
 
 from fastrpb.data import DataError, cache, load, text
+from samples import write_parquet, write_reviews
 
 LOADER = """
 import hashlib, pathlib, sys, time

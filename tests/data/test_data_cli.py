@@ -6,9 +6,9 @@ import time
 from importlib.metadata import version
 
 import pytest
-from samples import write_listops, write_mnist, write_papers, write_reviews
 
 from fastrpb import cli
+from samples import write_listops, write_mnist, write_papers, write_reviews
 
 
 def fastrpb(*arguments, encoding="utf-8", **options):

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from samples import real_data
 
 from fastrpb.data import Batches, load
+from samples import real_data
 
 
 @pytest.fixture(scope="module")

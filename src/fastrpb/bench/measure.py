@@ -1,11 +1,13 @@
 """How things are measured: times that take turns, memory in a process of its own, growth."""
 
+import ctypes
 import math
 import platform
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,8 @@ def peak_of(run: Run, on: str = "cpu") -> int:
         before = torch.cuda.memory_allocated()
         run()
         return torch.cuda.max_memory_allocated() - before
+    # Memory that was freed but kept would be used again unseen.
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = _status("VmRSS")
     run()
@@ -88,7 +92,10 @@ def against_length(
         for name, backward in (("forward", False), ("forward+backward", True)):
             if rows and _expected(rows, f"{name} ms", n) > 1e3 * patience:
                 return rows
-            seconds, peak = apart(cost, what, n, backward)
+            try:
+                seconds, peak = apart(cost, what, n, backward)
+            except (BrokenProcessPool, torch.OutOfMemoryError):
+                return rows  # it ran out of memory
             row |= {f"{name} ms": 1e3 * seconds, f"{name} MB": peak / 1e6}
         rows.append(row)
     return rows
