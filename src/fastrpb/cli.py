@@ -397,7 +397,9 @@ def report(
     ] = None,
     *,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("report"),
-    pixel: Annotated[str, typer.Option(help="Row,column in the pictures of images.")] = "12,10",
+    pixel: Annotated[
+        str | None, typer.Option(help="Row,column in the pictures of images. Default: 12,10.")
+    ] = None,
     bench: Annotated[
         Path | None, typer.Option(help="A file of `fastrpb bench model`, for time and memory.")
     ] = None,
@@ -411,10 +413,11 @@ def report(
     """
     from fastrpb.report import write_report
 
-    numbers = [_whole_number("pixel", word) for word in pixel.split(",")]
-    if len(numbers) != 2:
+    numbers = [_whole_number("pixel", word) for word in pixel.split(",")] if pixel else None
+    if numbers is not None and len(numbers) != 2:
         raise ValueError(f"--pixel takes a row and a column, as 12,10; got {pixel!r}")
-    page = write_report(runs or [Path("runs")], out, pixel=(numbers[0], numbers[1]), bench=bench)
+    where = (numbers[0], numbers[1]) if numbers else None
+    page = write_report(runs or [Path("runs")], out, pixel=where, bench=bench)
     print(f"look at {page}")
 
 

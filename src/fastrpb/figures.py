@@ -22,6 +22,7 @@ from fastrpb.bias import FastRPB, FastRPB2d
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 MARKS = ("o", "s", "^", "D", "v", "P", "X")
 WEIGHTS_MAP = "RdBu_r"
+_STRIP = 500  # columns of a strip: fewer than its dots
 _LIGHT = {"text": "#1f2328", "grid": "#d0d7de"}
 _DARK = {"text": "#e6edf3", "grid": "#3d444d"}
 
@@ -92,22 +93,42 @@ def slice_of(weights: Tensor, image: tuple[int, int], pixel: tuple[int, int]) ->
     return weights[:, height - 1 + dy][:, :, width - 1 + dx]
 
 
-def weights_figure(layers: Sequence[Tensor]) -> Figure:
+def squeezed(w: Tensor, columns: int) -> Tensor:
+    """(heads, distances) at no more than so many columns: of each bin the weight of largest size.
+
+    Drawn at a smaller width than it has, a picture would drop most columns, and the few large
+    weights near zero with them.
+
+    >>> squeezed(torch.tensor([[0.0, -3.0, 1.0, 2.0, 0.0]]), 2)
+    tensor([[-3.,  2.]])
+    """
+    if w.shape[-1] <= columns:
+        return w
+    parts = w.tensor_split(columns, dim=-1)
+    largest = [part.gather(-1, part.abs().argmax(-1, keepdim=True)) for part in parts]
+    return torch.cat(largest, dim=-1)
+
+
+def weights_figure(layers: Sequence[Tensor], word: str = "head") -> Figure:
     """Figure 1: w against the distance, a strip for each head (colour), a panel for each layer."""
     figure = Figure(figsize=(7, 0.6 + 1.1 * len(layers)), layout="constrained")
     axes = figure.subplots(len(layers), squeeze=False)[:, 0]
     for number, (ax, w) in enumerate(zip(axes, layers, strict=True), 1):
         reach = w.shape[-1] // 2
         box = (-reach - 0.5, reach + 0.5, len(w) - 0.5, -0.5)
-        _heat(figure, ax, w, extent=box, aspect="auto", interpolation="nearest")
-        ax.set_ylabel(f"layer {number}\nhead")
+        _heat(figure, ax, squeezed(w, _STRIP), extent=box, aspect="auto", interpolation="nearest")
+        ax.set_ylabel(f"layer {number}\n{word}")
         ax.set_yticks(_ends(len(w)))
     axes[-1].set_xlabel("distance m - n from the reading token to the read one, in tokens")
     return figure
 
 
 def slice_figure(
-    layers: Sequence[Tensor], image: tuple[int, int], pixel: tuple[int, int], heads: int = 8
+    layers: Sequence[Tensor],
+    image: tuple[int, int],
+    pixel: tuple[int, int],
+    word: str = "head",
+    heads: int = 8,
 ) -> Figure:
     """Figure 2: the bias that a pixel (crossed) gives to every other, by layer and head."""
     heads = min(heads, len(layers[0]))
@@ -124,7 +145,7 @@ def slice_figure(
             ax.set_xticks([])
             ax.set_yticks([])
             if number == 1:
-                ax.set_title(f"head {head}")
+                ax.set_title(f"{word} {head}")
         line[0].set_ylabel(f"layer {number}")
         figure.colorbar(colours, ax=list(line), shrink=0.8, label="w")
     figure.suptitle(f"bias given by pixel ({pixel[0]}, {pixel[1]})")
@@ -201,4 +222,6 @@ def _ends(count: int) -> list[int]:
 
 
 def _looks() -> Iterator[tuple[str, str]]:
-    return cycle(zip(COLOURS, MARKS, strict=True))
+    # All colours with their marks, then with the next marks: 49 looks.
+    turns = (MARKS[turn:] + MARKS[:turn] for turn in range(len(MARKS)))
+    return cycle(look for marks in turns for look in zip(COLOURS, marks, strict=True))

@@ -10,8 +10,9 @@ report/
 import base64
 import html
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.resources import files
 from io import BytesIO
@@ -28,17 +29,19 @@ from fastrpb import figures
 from fastrpb.compare import Cells, cells, lines, on_test
 from fastrpb.config import COLUMNS, ROWS
 from fastrpb.files import replacing
-from fastrpb.run import Run, read_lines
+from fastrpb.run import Run, read_lines, same_config
 from fastrpb.train import load_run
 
+_PIXEL = (12, 10)  # the paper's
 _MOST_WEIGHTS = 2_000_000  # of a page: beyond, a run shows its first heads alone
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A run: its record if it is finished, its folder if it is there."""
+    """A run: its config, its record if it is finished, its folder if it is there."""
 
     name: str
+    config: dict[str, Any]
     record: dict[str, Any] | None
     run: Run | None
 
@@ -55,7 +58,7 @@ def write_report(
     folders: Sequence[str | Path],
     out: str | Path,
     *,
-    pixel: tuple[int, int] = (12, 10),
+    pixel: tuple[int, int] | None = None,
     bench: str | Path | None = None,
 ) -> Path:
     """Write the page, the tables and the figures of some runs; gives the page's path.
@@ -63,38 +66,40 @@ def write_report(
     Args:
         folders: of runs, or folders that hold runs and their results.jsonl.
         out: the folder to write to.
-        pixel: row and column of the pixel in the pictures of images; the page lets one pick others.
+        pixel: row and column of the pixel in the pictures of images, where it must lie inside all;
+            default: 12, 10 as in the paper, or the nearest. The page lets one pick others.
         bench: a file of `fastrpb bench model`, for time and memory against the length.
     """
     entries = collect(folders)
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    records = [entry.record for entry in entries if entry.record]
-    groups = _set_ups(records)
-    curves, scaling = {}, {}
-    for title, group in groups.items():
-        lines = [
-            (_cell_name(e.record), e.run.metrics()) for e in entries if e.run and e.record in group
-        ]
-        if lines:
-            curves[f"curves-{title}"] = partial(figures.curves_figure, lines)
+    scaling = {}
     if bench is not None:
         scaling["scaling"] = partial(figures.scaling_figure, *_bench_curves(Path(bench)))
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    groups = set_ups(entries)
+    curves = {}
+    for title, group in groups.items():
+        lines = [(_cell_name(e.config), e.run.metrics()) for e in group if e.run]
+        if any(points for _, points in lines):
+            name = re.sub(r"\W+", "-", f"curves-{title}")
+            curves[name] = partial(figures.curves_figure, lines)
     shown = [(e, layers) for e in entries if e.run and (layers := _weights(e.run))]
     for entry, layers in shown:
         for name, draw in _weight_figures(entry, layers, pixel).items():
             _write_figure(out / name, draw)
-    tables = {title: tables_of(group) for title, group in groups.items()}
+    records = [entry.record for entry in entries if entry.record]
+    finished = {t: [e.record for e in group if e.record] for t, group in groups.items()}
+    tables = {title: tables_of(group) for title, group in finished.items() if group}
     _write(out / "tables.md", _document(tables, MARKDOWN))
     _write(out / "tables.tex", _document(tables, LATEX))
     page = Template(files("fastrpb").joinpath("report.html").read_text()).substitute(
-        title="fastrpb: " + (", ".join(groups) or "runs"),
+        title=html.escape("fastrpb: " + (", ".join(groups) or "runs")),
         facts=html.escape(_facts(records)),
-        tables=_document(tables, HTML),
+        tables=_document({html.escape(title): x for title, x in tables.items()}, HTML),
         curves=_section("Training", curves, out),
         scaling=_section("Time and memory", scaling, out),
         runs=_runs(entries),
-        data=_data(shown, pixel),
+        data=_data(shown, pixel or _PIXEL),
     )
     _write(out / "index.html", page)
     return out / "index.html"
@@ -103,26 +108,42 @@ def write_report(
 def collect(folders: Iterable[str | Path]) -> list[Entry]:
     """The runs of some folders, by name: finished ones, and those that are still trained."""
     entries: dict[tuple[str, str], Entry] = {}
-
-    def add(record: dict[str, Any] | None, run: Run | None, name: str) -> None:
-        key = (name, json.dumps(record["config"], sort_keys=True) if record else str(run))
-        if key not in entries or entries[key].run is None:
-            entries[key] = Entry(name, record, run)
-
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise ValueError(f"there is no folder {folder}")
-        runs = [folder] if Run(folder).exists() else sorted(folder.iterdir())
-        before = len(entries)
-        for run in (Run(path) for path in runs if Run(path).exists()):
-            record = run.result()
-            add(record, run, record["name"] if record else run.folder.name)
-        if not Run(folder).exists():
-            for record in read_lines(folder / "results.jsonl"):
-                add(record, None, record["name"])
-        if len(entries) == before:
+        found = list(_entries(folder))
+        if not found:
             raise ValueError(f"{folder} has no runs and no results.jsonl")
-    return list(entries.values())
+        for entry in found:
+            # Finished, a run is its config; unfinished, its folder.
+            where = "" if entry.record or not entry.run else str(entry.run.folder.resolve())
+            key = (same_config(entry.config), where)
+            if key not in entries or entries[key].run is None:
+                entries[key] = entry
+    names: dict[str, int] = {}
+    unique = []
+    for entry in entries.values():
+        names[entry.name] = names.get(entry.name, 0) + 1
+        again = names[entry.name]
+        unique.append(replace(entry, name=f"{entry.name}-{again}") if again > 1 else entry)
+    return unique
+
+
+def _entries(folder: Path) -> Iterator[Entry]:
+    alone = Run(folder).exists()
+    for path in [folder] if alone else sorted(folder.iterdir()):
+        run = Run(path)
+        if run.exists():
+            record = run.result()
+            name = record["name"] if record else path.resolve().name
+            yield Entry(name, asdict(run.config()), record, run)
+    if not alone:
+        for number, record in enumerate(read_lines(folder / "results.jsonl"), 1):
+            missing = {"name", "config", "metrics", "seconds", "peak_memory_bytes"} - set(record)
+            if missing or not isinstance(record["config"].get("model"), dict):
+                where = folder / "results.jsonl"
+                raise ValueError(f"{where}: line {number} is no record of a run; remove it")
+            yield Entry(record["name"], record["config"], record, None)
 
 
 def tables_of(records: Sequence[dict[str, Any]]) -> list[Table]:
@@ -216,71 +237,95 @@ def _document(tables: dict[str, list[Table]], form: Form) -> str:
     return "\n".join(line for part in parts for line in part)
 
 
-def _set_ups(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Records that belong into one table: the same task, and the same but for row, column, seed."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for record in records:
-        config = {**record["config"]}
-        model = {**config.pop("model")}
-        for name in ("attention", "features", "position", "absolute"):
-            model.pop(name)
-        for name in ("seed", "learning_rate"):
-            config.pop(name)
-        groups.setdefault(json.dumps([config, model], sort_keys=True), []).append(record)
-    titles: dict[str, list[dict[str, Any]]] = {}
-    for group in groups.values():
-        task = group[0]["config"]["task"]
-        number = sum(title.split(" ")[0] == task for title in titles)
-        titles[f"{task} {number + 1}" if number else task] = group
+def set_ups(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
+    """Runs that belong into one table: the same but for row, column and seed.
+
+    Presets may differ between cells in learning rate and absolute positions; within a cell all but
+    the seed is equal.
+    """
+    groups: list[tuple[str, dict[str, str], list[Entry]]] = []
+    for entry in entries:
+        rest = {k: v for k, v in entry.config.items() if k not in ("model", "seed")}
+        model = dict(entry.config["model"])
+        words = ("attention", "features", "position")
+        cell = same_config({name: model.pop(name, None) for name in words})
+        own = same_config({"a": model.pop("absolute", None), "r": rest.pop("learning_rate", None)})
+        key = same_config({**rest, "model": model})
+        for known, cells_of, group in groups:
+            if known == key and cells_of.setdefault(cell, own) == own:
+                group.append(entry)
+                break
+        else:
+            groups.append((key, {cell: own}, [entry]))
+    groups.sort(key=lambda group: not any(entry.record for entry in group[2]))  # finished first
+    titles: dict[str, list[Entry]] = {}
+    for _, _, group in groups:
+        task = group[0].config["task"]
+        number = 1 + sum(other[0].config["task"] == task for other in titles.values())
+        titles[task if number == 1 else f"{task} {number}"] = group
     return titles
 
 
-def _cell_name(record: dict[str, Any]) -> str:
-    ((row, column),) = cells([record], lambda _: 0.0)
+def _cell_name(config: dict[str, Any]) -> str:
+    ((row, column),) = cells([{"config": config}], lambda _: 0.0)
     return f"{ROWS[row]}, {COLUMNS[column]}"
 
 
 def _weights(run: Run) -> list[Tensor]:
-    """The weights of every layer's bias, or nothing where there is none."""
+    """The weights of every layer's bias, or nothing where there is none to be drawn."""
     if not run.model_file.exists() and not run.steps():
         return []
     _, model = load_run(run.folder)
-    return [figures.weights_of(bias) for bias in figures.biases(model)]
+    layers = [figures.weights_of(bias) for bias in figures.biases(model)]
+    return layers if all(w.isfinite().all() for w in layers) else []
 
 
-def _image(run: Run) -> tuple[int, int] | None:
-    return run.config().model.image
+def _image(entry: Entry) -> tuple[int, int] | None:
+    height_width = entry.config["model"]["image"]
+    return tuple(height_width) if height_width else None
+
+
+def _word(entry: Entry, layers: list[Tensor]) -> str:
+    """What a set of weights belongs to: a head, or a filter where there are other numbers."""
+    return "head" if len(layers[0]) == entry.config["model"]["heads"] else "filter"
+
+
+def _inside(pixel: tuple[int, int] | None, image: tuple[int, int]) -> tuple[int, int]:
+    return pixel or (min(_PIXEL[0], image[0] - 1), min(_PIXEL[1], image[1] - 1))
 
 
 def _weight_figures(
-    entry: Entry, layers: list[Tensor], pixel: tuple[int, int]
+    entry: Entry, layers: list[Tensor], pixel: tuple[int, int] | None
 ) -> dict[str, Callable[[], Figure]]:
-    assert entry.run is not None
     drawn: dict[str, Callable[[], Figure]] = {}
+    word, image = _word(entry, layers), _image(entry)
     if layers[0].dim() == 2:
-        drawn[f"weights-{entry.name}"] = partial(figures.weights_figure, layers)
-    image = _image(entry.run)
+        drawn[f"weights-{entry.name}"] = partial(figures.weights_figure, layers, word)
     if image:
-        inside = (min(pixel[0], image[0] - 1), min(pixel[1], image[1] - 1))
-        drawn[f"slice-{entry.name}"] = partial(figures.slice_figure, layers, image, inside)
+        drawn[f"slice-{entry.name}"] = partial(
+            figures.slice_figure, layers, image, _inside(pixel, image), word
+        )
     return drawn
 
 
 def _bench_curves(path: Path) -> tuple[dict[str, dict[int, tuple[float, float]]], str]:
     """Evaluation time and memory by layer and length, of a file of `fastrpb bench model`."""
-    try:
-        content = json.loads(path.read_text())
-        rows, machine = content["attention layer"], content["machine"]
-    except (OSError, ValueError, KeyError):
-        raise ValueError(f"{path} is no file of `fastrpb bench model`") from None
     curves: dict[str, dict[int, tuple[float, float]]] = {}
     wanted = {name + end for name in ROWS.values() for end in ("", f" + {COLUMNS['fastrpb']}")}
-    for row in rows:
-        if row["layer"] in wanted:
-            point = row["forward ms"], row["forward MB"]
-            curves.setdefault(row["layer"], {})[row["length"]] = point
-    device = machine.get("gpu") or machine["cpu"]
-    return curves, f"{device}, torch {machine['torch']}, {machine['date']}"
+    try:
+        content = json.loads(path.read_text())
+        for row in content["attention layer"]:
+            if row["layer"] in wanted:
+                point = row["forward ms"], row["forward MB"]
+                curves.setdefault(row["layer"], {})[row["length"]] = point
+        machine = content["machine"]
+        device = machine.get("gpu") or machine["cpu"]
+        words = f"{device}, torch {machine['torch']}, {machine['date']}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        curves, words = {}, ""
+    if not curves:
+        raise ValueError(f"{path} is no file of `fastrpb bench model`")
+    return curves, words
 
 
 def _svg(draw: Callable[[], Figure], dark: bool) -> tuple[Figure, bytes]:
@@ -354,13 +399,14 @@ def _data(shown: Sequence[tuple[Entry, list[Tensor]]], pixel: tuple[int, int]) -
     budget = _MOST_WEIGHTS // max(1, len(shown))
     runs = []
     for entry, layers in shown:
-        assert entry.run is not None
         heads = max(1, min(len(layers[0]), budget // max(1, sum(w[0].numel() for w in layers))))
         packed = [_packed(w[:heads]) for w in layers]
-        runs.append({"name": entry.name, "image": _image(entry.run), "layers": packed})
+        word = _word(entry, layers)
+        facts = {"name": entry.name, "image": _image(entry), "word": word, "of": len(layers[0])}
+        runs.append({**facts, "layers": packed})
     colours = (mpl.colormaps[figures.WEIGHTS_MAP](range(256))[:, :3] * 255).round().astype(int)
     data = {"runs": runs, "pixel": pixel, "colours": colours.tolist()}
-    return json.dumps(data).replace("</", "<\\/")  # inside a script
+    return json.dumps(data, allow_nan=False).replace("<", "\\u003c")  # inside a script
 
 
 def _packed(w: Tensor) -> dict[str, Any]:

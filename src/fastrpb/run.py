@@ -97,7 +97,7 @@ class Run:
 
     def result(self) -> dict[str, Any] | None:
         """The record of a finished run."""
-        if not self.result_file.exists() or not self.model_file.exists():
+        if not self.result_file.exists():
             return None
         try:
             record = json.loads(self.result_file.read_text())

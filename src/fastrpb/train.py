@@ -135,7 +135,7 @@ def _begin(run: Run, config: RunConfig, accelerator: Accelerator) -> dict[str, A
     finished = None
     if accelerator.is_main_process:
         run.open(config)
-        finished = run.result()
+        finished = run.result() if run.model_file.exists() else None
         if finished is not None:
             run.check(finished["config"], config)
             run.finish(finished)

@@ -5,10 +5,19 @@ import shutil
 import pytest
 import torch
 
-from fastrpb import FastRPB, FastRPB2d
+from fastrpb import FastRPB, FastRPB2d, load_model, save_model
 from fastrpb.compare import Cell
 from fastrpb.figures import biases, curves_figure, slice_of, weights_figure, weights_of
-from fastrpb.report import Table, as_html, as_latex, as_markdown, collect, ranks, write_report
+from fastrpb.report import (
+    Table,
+    as_html,
+    as_latex,
+    as_markdown,
+    collect,
+    ranks,
+    set_ups,
+    write_report,
+)
 from fastrpb.run import Run
 from fastrpb.train import load_run, train
 from runs import small
@@ -134,6 +143,67 @@ def test_records_without_their_folders(runs, tmp_path):
     assert not list((tmp_path / "report").glob("*.svg"))
 
 
+def test_only_seeds_share_a_cell(tmp_path):
+    """Another learning rate in the same cell is another set-up; in another cell it is a preset."""
+    rates = [("none", 0, 1e-3), ("none", 1, 1e-3), ("fastrpb", 0, 2e-3), ("none", 0, 5e-3)]
+    for position, seed, rate in rates:
+        config = small(position=position, seed=seed, learning_rate=rate, steps=2)
+        train(config, tmp_path / config.name, cpu=True)
+    groups = set_ups(collect([tmp_path]))
+    assert [len(group) for group in groups.values()] in ([3, 1], [2, 2])
+    for group in groups.values():
+        cells = {}
+        for entry in group:
+            cells.setdefault(entry.config["model"]["position"], set()).add(
+                entry.config["learning_rate"]
+            )
+        assert all(len(rates) == 1 for rates in cells.values())
+
+
+def test_folders_that_overlap_and_names_that_meet(runs, tmp_path):
+    finished = [entry for entry in collect([runs]) if entry.record]
+    again = collect([runs, runs, finished[0].run.folder])
+    assert len(again) == len(collect([runs]))
+    for folder in ("a", "b"):
+        Run(tmp_path / folder / "begun").open(small())
+    assert [e.name for e in collect([tmp_path / "a", tmp_path / "b"])] == ["begun", "begun-2"]
+
+
+def test_names_cannot_break_the_page(tmp_path):
+    name = "<!--<script> ü $title"
+    train(small(steps=2), tmp_path / name, cpu=True)
+    (tmp_path / name / "result.json").unlink()
+    record = {"name": "x", "metrics": {"test": {"accuracy": 0, "f1": 0}}, "seconds": 1}
+    record |= {"peak_memory_bytes": 1, "tokens_per_second": 1, "steps": 1, "revision": None}
+    record |= {"device": "cpu", "versions": {"fastrpb": "1", "torch": "2"}}
+    config = {"task": "<img src=x>", "model": {"attention": "linear", "features": "sikf"}}
+    config["model"] |= {"position": "none", "image": None, "heads": 1}
+    (tmp_path / "results.jsonl").write_text(json.dumps({**record, "config": config}) + "\n")
+    content = write_report([tmp_path], tmp_path / "report").read_text()
+    assert "<img src=x>" not in content
+    assert "<!--<script>" not in content
+    assert "&lt;img src=x&gt;" in content
+
+
+def test_weights_that_are_no_numbers_are_left_out(tmp_path):
+    config = small(steps=2)
+    train(config, tmp_path / "run", cpu=True)
+    model = load_model(tmp_path / "run" / "model.safetensors")
+    with torch.no_grad():
+        biases(model)[0].w[0, 0] = torch.nan
+    save_model(model, tmp_path / "run" / "model.safetensors")
+    content = write_report([tmp_path / "run"], tmp_path / "report").read_text()
+    assert '"runs": []' in content
+
+
+def test_no_large_weight_is_lost_in_a_long_strip():
+    w = torch.zeros(2, 8191)
+    w[:, 4092] = 1.0
+    (ax,) = [ax for ax in weights_figure([w]).axes if ax.images]
+    assert ax.images[0].get_array().max() == 1.0
+    assert ax.images[0].get_array().shape[1] < 1000
+
+
 def test_two_set_ups_of_a_task_are_two_tables(runs, tmp_path):
     train(small(steps=2), tmp_path / "other", cpu=True)
     content = write_report([runs, tmp_path / "other"], tmp_path / "report").read_text()
@@ -146,12 +216,18 @@ def test_bad_input(tmp_path):
         collect([tmp_path / "none"])
     with pytest.raises(ValueError, match=r"has no runs and no results.jsonl"):
         collect([tmp_path])
+    (tmp_path / "results.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match=r"results.jsonl: line 1 is no record of a run"):
+        collect([tmp_path])
 
 
 def test_a_file_that_is_no_bench(runs, tmp_path):
-    (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(ValueError, match="is no file of `fastrpb bench model`"):
-        write_report([runs], tmp_path / "report", bench=tmp_path / "x.json")
+    for content in ("{}", "[1]", "x", '{"attention layer": [{"x": 1}], "machine": {}}'):
+        (tmp_path / "x.json").write_text(content)
+        with pytest.raises(ValueError, match="is no file of `fastrpb bench model`"):
+            write_report([runs], tmp_path / "report", bench=tmp_path / "x.json")
+    with pytest.raises(ValueError, match="pixel 9,9 is outside the image"):
+        write_report([runs], tmp_path / "report", pixel=(9, 9))
 
 
 @pytest.fixture(scope="module")
