@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast, get_args
 import torch
 
 from fastrpb.checks import check_choice
-from fastrpb.config import COLUMNS, ROWS, RunConfig, override, preset, with_row
+from fastrpb.config import COLUMNS, ROWS, RunConfig, override, preset, row, with_row
 from fastrpb.model import Position
 from fastrpb.processes import fresh_processes
 from fastrpb.run import BusyError, Run, read_lines, same_config
@@ -156,12 +156,12 @@ def lines(cells: Cells, mark: Callable[[tuple[str, str]], str] | None = None) ->
     >>> lines({("sikf", "none"): Cell(92.5, 0.51, 3)})
     [['', 'None'], ['Linear, SIKF', '92.50 ± 0.51']]
     """
-    rows = [row for row in ROWS if any(row == key[0] for key in cells)]
+    rows = [name for name in ROWS if any(name == key[0] for key in cells)]
     columns = [column for column in COLUMNS if any(column == key[1] for key in cells)]
     words = mark or (lambda key: str(cells[key]))
     return [["", *(COLUMNS[column] for column in columns)]] + [
-        [ROWS[row], *(words(key) if (key := (row, c)) in cells else "N/A" for c in columns)]
-        for row in rows
+        [ROWS[name], *(words(key) if (key := (name, c)) in cells else "N/A" for c in columns)]
+        for name in rows
     ]
 
 
@@ -175,8 +175,8 @@ def cells(records: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], f
     values: dict[tuple[str, str], list[float]] = {}
     for record in records:
         model = record["config"]["model"]
-        row = "softmax" if model["attention"] == "softmax" else model["features"]
-        values.setdefault((row, model["position"]), []).append(value(record))
+        name = row(model["attention"], model["features"])
+        values.setdefault((name, model["position"]), []).append(value(record))
     return {
         key: Cell(statistics.mean(x), statistics.stdev(x) if len(x) > 1 else 0.0, len(x))
         for key, x in values.items()

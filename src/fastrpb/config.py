@@ -151,7 +151,7 @@ class RunConfig:
         'digits-sikf-fastrpb-s0'
         """
         model = self.model
-        name = f"{self.task}-{row(model)}-{model.position}-s{self.seed}"
+        name = f"{self.task}-{row(model.attention, model.features)}-{model.position}-s{self.seed}"
         plain = preset(self.task, model.attention, model.features, model.position)
         if self == replace(plain, seed=self.seed):
             return name
@@ -181,9 +181,9 @@ def with_row(row: str) -> tuple[Attention, Features]:
     return ("softmax", "sikf") if row == "softmax" else ("linear", row)  # pyright: ignore[reportReturnType]
 
 
-def row(model: ModelConfig) -> str:
+def row(attention: str, features: str) -> str:
     """The row of a table: the feature map, or "softmax"."""
-    return "softmax" if model.attention == "softmax" else model.features
+    return "softmax" if attention == "softmax" else features
 
 
 def override(config: RunConfig, values: dict[str, Any]) -> RunConfig:
@@ -240,7 +240,7 @@ _MNIST_RATES = {
 def mnist(attention: Attention, features: Features, position: Position) -> RunConfig:
     """Table 2. ReLU, which that table lacks, takes the learning rates of ELU+1."""
     model = _model("mnist", attention, features, position, dim=256, layers=8, heads=8)
-    kind = row(model).replace("relu", "elu1")
+    kind = row(attention, features).replace("relu", "elu1")
     rate = _MNIST_RATES[kind][position in ("fastrpb", "fastrpb2d")]
     return RunConfig(
         "mnist", model, epochs=25, batch_size=160, learning_rate=rate, weight_decay=0.01

@@ -374,18 +374,16 @@ def test_clipping(small, tmp_path):
 
 
 def test_two_at_once_in_one_folder(small, tmp_path):
-    errors = []
+    run, said = Run(tmp_path / "run"), []
 
     def again(progress):
-        with (
-            pytest.raises(ValueError, match="another process is training in"),
-            Run(tmp_path / "run").locked(),
-        ):
-            pass
-        errors.append(1)
+        with pytest.raises(ValueError, match="another process is training in") as busy:
+            run.locked().__enter__()
+        said.append(str(busy.value))
 
-    train(small(steps=10), tmp_path / "run", cpu=True, on_progress=again)
-    assert errors
+    train(small(steps=10), run.folder, cpu=True, on_progress=again)
+    assert said == [f"another process is training in {run.folder}"]
+    assert not run.busy()
 
 
 def test_another_config_is_refused_with_its_differences(small, tmp_path):

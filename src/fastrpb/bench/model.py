@@ -8,7 +8,7 @@ from rich.progress import track
 
 from fastrpb.bench.cpu import load_libraries
 from fastrpb.bench.measure import Rows, Run, against_length, device, growth, medians, peak_of
-from fastrpb.config import COLUMNS, ROWS
+from fastrpb.config import COLUMNS, ROWS, row
 from fastrpb.model import ON_LOGITS, Attention, Block, Features, ModelConfig, Position
 
 LENGTHS = [256, 512, 1024, 2048, 4096, 8192]
@@ -70,8 +70,8 @@ def _pairs() -> list[Pair]:
 
 
 def _name(pair: Pair) -> str:
-    row = ROWS["softmax" if pair["attention"] == "softmax" else pair["features"]]
-    return row if pair["position"] == "none" else f"{row} + {COLUMNS[pair['position']]}"
+    name = ROWS[row(pair["attention"], pair["features"])]
+    return name if pair["position"] == "none" else f"{name} + {COLUMNS[pair['position']]}"
 
 
 def _crossings(rows: dict[str, Rows]) -> Rows:
