@@ -56,7 +56,7 @@ def test_on_cuda_the_peak_is_that_of_the_allocator(monkeypatch):
 
 def test_every_pair_once_and_none_that_cannot_be():
     names = [_name(pair) for pair in _pairs()]
-    assert len(names) == len({*names}) == 33
+    assert len(names) == len({*names}) == 39
     assert "Original + RPE" in names
     assert "Linear, SIKF + RPE" not in names
 
@@ -80,8 +80,9 @@ def test_operations_run(name):
     assert seconds > 0
 
 
-def test_a_layer_runs():
-    pair = {"attention": "linear", "features": "sikf", "position": "fastrpb"}
+@pytest.mark.parametrize("position", ["fastrpb", "fastrpb2d"])
+def test_a_layer_runs(position):
+    pair = {"attention": "linear", "features": "sikf", "position": position}
     assert all(layer_cost(pair, 32, backward)[0] > 0 for backward in (False, True))
 
 

@@ -4,11 +4,10 @@ from collections.abc import Callable
 from math import isqrt
 
 import torch
-from rich.progress import track
 from torch import Tensor
 
 from fastrpb.attention import linear_attention, softmax_attention
-from fastrpb.bench.measure import Row, Rows, against_length, apart, growth, medians, peak_of
+from fastrpb.bench.measure import Row, Rows, against_length, apart, bar, growth, medians, peak_of
 from fastrpb.bias import FastRPB
 from fastrpb.features import sikf
 from fastrpb.toeplitz import toeplitz, toeplitz_matmul, toeplitz_matmul_2d
@@ -17,6 +16,7 @@ SHAPES = [(8, 8, 1024, 64), (4, 8, 4096, 64), (1, 8, 16384, 64), (1, 4, 65536, 6
 SMALL = [8, 16, 32, 64, 128, 256, 512, 1024]
 TOKENS = 8192  # batch x length where the length varies at fixed work
 
+STREAMS = [256, 1024, 4096, 16384]
 LENGTHS = [256, 1024, 4096, 16384, 65536]  # of an operation
 
 
@@ -85,7 +85,8 @@ def small_sizes(n: int) -> Row:
 def doublings() -> Rows:
     """Time a token when the length doubles at a fixed number of tokens."""
     inputs = {n: random_inputs((65536 // n, 4, n, 64)) for n in (2**k for k in range(10, 17))}
-    seconds = medians({str(n): lambda n=n: toeplitz_matmul(*inputs[n]) for n in inputs})
+    runs = {str(n): lambda n=n: toeplitz_matmul(*inputs[n]) for n in inputs}
+    seconds = medians(runs, title="doublings")
     return [
         {"length": n, "time against half the length": seconds[str(n)] / seconds[str(n // 2)]}
         for n in inputs
@@ -178,13 +179,13 @@ def bench_cpu() -> dict[str, Rows]:
     """The core: against its peers, at small sizes, against the length, as a stream."""
     rows = {
         name: against_length(operation_cost, name, LENGTHS)
-        for name in track(OPERATIONS, "operations", transient=True)
+        for name in bar(OPERATIONS, "operations")
     }
     return {
-        "float32 product": [against_peers(s) for s in track(SHAPES, "peers", transient=True)],
-        f"small sizes, {TOKENS} tokens": [small_sizes(n) for n in SMALL],
+        "float32 product": [against_peers(shape) for shape in bar(SHAPES, "peers")],
+        f"small sizes, {TOKENS} tokens": [small_sizes(n) for n in bar(SMALL, "small sizes")],
         "time at twice the length, 65536 tokens": doublings(),
-        "causal bias, token by token": [streaming(n) for n in (256, 1024, 4096, 16384)],
+        "causal bias, token by token": [streaming(n) for n in bar(STREAMS, "streaming")],
         "operations": [{"operation": k, **row} for k, part in rows.items() for row in part],
         "time ~ N^a": [
             {

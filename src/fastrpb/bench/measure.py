@@ -5,20 +5,22 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from rich.progress import track
 
 from fastrpb.processes import fresh_processes
 
 Run = Callable[[], object]
 Row = dict[str, object]
 Rows = list[Row]
+Point = TypeVar("Point")
 
 
 def device() -> str:
@@ -26,12 +28,17 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def medians(runs: dict[str, Run], repeats: int = 9) -> dict[str, float]:
-    """Median seconds of each run, the runs taking turns."""
+def bar(points: Iterable[Point], title: str) -> Iterable[Point]:
+    """The points of a section, with a bar of how many are measured; gone with the last one."""
+    return track(list(points), title, transient=True)
+
+
+def medians(runs: dict[str, Run], repeats: int = 9, title: str = "") -> dict[str, float]:
+    """Median seconds of each run, the runs taking turns; with a bar if there is a title."""
     for run in runs.values():
         run()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
+    for _ in bar(range(repeats), title) if title else range(repeats):
         for name, run in runs.items():
             _wait()
             start = time.perf_counter()

@@ -4,10 +4,9 @@ from itertools import product
 from typing import get_args
 
 import torch
-from rich.progress import track
 
 from fastrpb.bench.cpu import load_libraries
-from fastrpb.bench.measure import Rows, Run, against_length, device, growth, medians, peak_of
+from fastrpb.bench.measure import Rows, Run, against_length, bar, device, growth, medians, peak_of
 from fastrpb.config import COLUMNS, ROWS, row
 from fastrpb.model import ON_LOGITS, Attention, Block, Features, ModelConfig, Position
 
@@ -19,8 +18,7 @@ Pair = dict[str, str]
 def bench_model() -> dict[str, Rows]:
     """Time and peak memory against the length, how they grow, and where linear attention wins."""
     rows = {
-        _name(pair): against_length(layer_cost, pair, LENGTHS)
-        for pair in track(_pairs(), "layers", transient=True)
+        _name(pair): against_length(layer_cost, pair, LENGTHS) for pair in bar(_pairs(), "layers")
     }
     return {
         "attention layer": [{"layer": name, **row} for name, part in rows.items() for row in part],
@@ -45,7 +43,9 @@ def layer_cost(pair: Pair, n: int, backward: bool) -> tuple[float, int]:
 
 
 def _layer_run(pair: Pair, n: int, backward: bool) -> Run:
-    config = ModelConfig(vocab_size=1, max_length=n, pooling="mean", **pair)  # pyright: ignore[reportArgumentType]
+    height = 2 ** (n.bit_length() // 2)  # an image of n pixels, for n a power of two
+    image = (height, n // height)
+    config = ModelConfig(vocab_size=1, max_length=n, image=image, pooling="mean", **pair)  # pyright: ignore[reportArgumentType]
     layer = Block(config).attention.to(device())
     x = torch.randn(1, n, config.dim, device=device(), requires_grad=backward)
 
@@ -64,7 +64,7 @@ def _pairs() -> list[Pair]:
     ):
         once = attention == "linear" or features == "sikf"  # softmax has no features
         possible = attention == "softmax" or position not in ON_LOGITS
-        if once and possible and position != "fastrpb2d":
+        if once and possible:
             found.append({"attention": attention, "features": features, "position": position})
     return found
 
