@@ -22,7 +22,19 @@ CORE = [
     "model",
     "nn",
 ]
-TOOLS = ["data", "config", "bench", "run", "train", "compare", "sweep", "figures", "report", "show"]
+TOOLS = [
+    "data",
+    "config",
+    "bench",
+    "run",
+    "evaluate",
+    "train",
+    "compare",
+    "sweep",
+    "figures",
+    "report",
+    "show",
+]
 ORDER = [*CORE, "__init__", *TOOLS, "hf", "onnx", "cli", "__main__"]
 
 

@@ -356,7 +356,7 @@ def evaluate(
     - `fastrpb evaluate runs/mnist-sikf-fastrpb-s0`
     - `fastrpb evaluate runs/mnist-sikf-fastrpb-s0 --split validation`
     """
-    from fastrpb.train import evaluate_run
+    from fastrpb.evaluate import evaluate_run
 
     metrics = evaluate_run(run, split, data_dir=data_dir, cpu=cpu)
     if not _is_main():
@@ -383,7 +383,7 @@ def predict(
     - `fastrpb predict runs/text-sikf-fastrpb-s0 - < review.txt`
     - `fastrpb predict runs/listops-sikf-fastrpb-s0 "[MAX 4 [MIN 2 3 ] ]"`
     """
-    from fastrpb.train import predict as classes_of
+    from fastrpb.evaluate import predict as classes_of
 
     items = [sys.stdin.read() if x == "-" else x for x in (item, second) if x is not None]
     for name, probability in classes_of(run, items)[:5]:

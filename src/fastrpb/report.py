@@ -28,9 +28,9 @@ from torch import Tensor
 from fastrpb import figures
 from fastrpb.compare import Cells, cells, lines, on_test
 from fastrpb.config import COLUMNS, ROWS
+from fastrpb.evaluate import load_run
 from fastrpb.files import replacing
 from fastrpb.run import Run, read_lines, same_config
-from fastrpb.train import load_run
 
 _PIXEL = (12, 10)  # the paper's
 _MOST_WEIGHTS = 2_000_000  # of a page: beyond, a run shows its first heads alone

@@ -15,9 +15,10 @@ from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, TrialState
 
 from fastrpb.config import RunConfig, differences, from_json, to_json
+from fastrpb.evaluate import Metrics, load_data
 from fastrpb.files import replacing
 from fastrpb.run import Run
-from fastrpb.train import DivergedError, Metrics, Progress, load_data, train
+from fastrpb.train import DivergedError, Progress, train
 
 _FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 

@@ -6,10 +6,8 @@ holds the weights, the optimiser and where the data stand, and a run that goes o
 what it would have computed uninterrupted, bit for bit on the CPU.
 """
 
-import hashlib
 import itertools
 import math
-import random
 import signal
 import threading
 import time
@@ -19,14 +17,13 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration, broadcast_object_list
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -38,14 +35,25 @@ from torch.nn.functional import cross_entropy
 
 from fastrpb.checks import nearest
 from fastrpb.config import RunConfig
-from fastrpb.data import Batch, Batches, Dataset, Split, Task, load, task
-from fastrpb.model import Classifier, PairClassifier, load_model, save_model
+from fastrpb.data import Batch, Batches, Dataset, Split
+from fastrpb.evaluate import (
+    EVALUATION_BATCHES,
+    Metrics,
+    build,
+    classify,
+    clear_errors,
+    draw_from,
+    evaluate,
+    load_data,
+    make_accelerator,
+    own_random_numbers,
+    under,
+)
+from fastrpb.model import save_model
 from fastrpb.run import Run, peak_memory, provenance
 
 TRACKERS = ("tensorboard", "wandb")
 _REPORT_EVERY = 10  # steps; the loss is read only then, so that a GPU need not wait at each step
-EVALUATION_BATCHES = 4  # times the batch of training: no gradients are held
-_PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
 class Progress(NamedTuple):
@@ -57,14 +65,6 @@ class Progress(NamedTuple):
     accuracy: float
     tokens_per_second: float
     seconds_left: float
-
-
-class Metrics(NamedTuple):
-    """Of a split: mean cross-entropy, accuracy, and the mean of the classes' F1."""
-
-    loss: float
-    accuracy: float
-    f1: float
 
 
 class Interruption(Exception):  # noqa: N818, nothing went wrong
@@ -115,8 +115,14 @@ def train(
     """
     run = Run(folder)
     data = load_data(config, data_dir)  # first, so that a missing file leaves no folder
-    accelerator = _accelerator(config, run, trackers, cpu)
-    with _clear_errors(config, accelerator), _own_random_numbers(accelerator.device):
+    _check_trackers(trackers)
+    accelerator = make_accelerator(
+        config,
+        cpu,
+        log_with=list(trackers) or None,
+        project_config=ProjectConfiguration(logging_dir=str(run.folder / "tensorboard")),
+    )
+    with clear_errors(config, accelerator), own_random_numbers(accelerator.device):
         # Made before the folder, so that a config that cannot be leaves none.
         trainer = _Trainer(config, run, accelerator, data, on_progress, on_validation)
         with run.locked() if accelerator.is_main_process else nullcontext():
@@ -142,103 +148,6 @@ def _begin(run: Run, config: RunConfig, accelerator: Accelerator) -> dict[str, A
     return broadcast_object_list([finished])[0]
 
 
-def evaluate(
-    model: nn.Module,
-    split: Split,
-    facts: Task,
-    batch_size: int,
-    accelerator: Accelerator,
-    between: Callable[[], None] = lambda: None,
-) -> Metrics:
-    """Loss, accuracy and macro F1 over a split, by all processes together."""
-    classes = len(facts.classes)
-    confusion = torch.zeros(classes, classes, dtype=torch.int64, device=accelerator.device)
-    loss = torch.zeros((), device=accelerator.device)
-    batches = Batches(
-        split,
-        batch_size,
-        pad_id=facts.pad_id,
-        shuffle=False,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-    )
-    model.eval()
-    _seed("evaluate")  # for encodings that draw noise
-    with torch.no_grad():
-        for batch in batches:
-            logits, labels = classify(model, batch, accelerator.device)
-            loss += cross_entropy(logits, labels, reduction="sum")
-            pairs = classes * labels + logits.argmax(-1)
-            confusion += pairs.bincount(minlength=classes**2).view(classes, classes)
-            between()
-    model.train()
-    confusion, loss = accelerator.reduce((confusion, loss), reduction="sum")
-    return Metrics(loss.item() / len(split), *_scores(confusion.cpu()))
-
-
-def classify(model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Logits (batch, classes) and labels on the device."""
-    if device.type == "cuda":  # pinned, so that the copy need not wait for the kernels before it
-        batch = Batch(*(x.pin_memory() for x in batch))
-    tokens, mask, labels = (x.to(device, non_blocking=True) for x in batch[:3])
-    if tokens.dim() == 3:
-        return model(*tokens.unbind(1), *mask.unbind(1)), labels
-    return model(tokens, mask), labels
-
-
-def load_run(folder: str | Path) -> tuple[RunConfig, nn.Module]:
-    """Config and model of a run in eval mode: the trained one, or that of the last checkpoint."""
-    run = Run(folder)
-    config = run.config()
-    with _own_random_numbers(torch.device("cpu")):  # a new model draws its first weights
-        if run.model_file.exists():
-            return config, load_model(run.model_file)
-        if not run.steps():
-            raise ValueError(
-                f"{folder} has no weights; train with: fastrpb train --resume {folder}"
-            )
-        tensors, state = run.load(run.steps()[-1])
-        run.check(state["config"], config)
-        model = build(config)
-        model.load_state_dict(under("model.", tensors))
-        return config, model.eval()
-
-
-def evaluate_run(
-    folder: str | Path,
-    split: Literal["train", "validation", "test"] = "test",
-    *,
-    data_dir: str | Path | None = None,
-    cpu: bool = False,
-) -> Metrics:
-    """The metrics of a run's model on a split of its task."""
-    config, model = load_run(folder)
-    data = load_data(config, data_dir)
-    accelerator = _accelerator(config, Run(folder), (), cpu)
-    rows: Split = getattr(data, split)
-    size = EVALUATION_BATCHES * config.batch_size
-    with _clear_errors(config, accelerator), _own_random_numbers(accelerator.device):
-        return evaluate(accelerator.prepare(model), rows, data.task, size, accelerator)
-
-
-def predict(folder: str | Path, items: Sequence[str]) -> list[tuple[str, float]]:
-    """The classes of a new input with their probabilities, the likeliest first.
-
-    Args:
-        folder: of a run.
-        items: the path of an image, a text, or an expression; two documents for retrieval.
-    """
-    config, model = load_run(folder)
-    facts = task_of(config)
-    if len(items) != 1 + facts.pair:
-        raise ValueError(f"{facts.name} takes {1 + facts.pair} inputs, got {len(items)}")
-    with torch.no_grad(), _own_random_numbers(torch.device("cpu")):
-        _seed("evaluate")
-        logits = model(*(facts.encode(item).unsqueeze(0) for item in items))
-    probabilities = logits.softmax(-1).squeeze(0).tolist()
-    return sorted(zip(facts.classes, probabilities, strict=True), key=lambda pair: -pair[1])
-
-
 class _Trainer:
     """The parts of a run, and how far it is."""
 
@@ -258,7 +167,7 @@ class _Trainer:
         self.batches = self._train_batches()
         self.steps = config.steps or (config.epochs or 0) * len(self.batches)
         self.eval_every = config.eval_every or len(self.batches)
-        _seed("weights", config.seed)
+        draw_from("weights", config.seed)
         model = build(config)
         self.parameters = sum(p.numel() for p in model.parameters())
         if config.compile:
@@ -324,7 +233,7 @@ class _Trainer:
 
     def _train_step(self, batch: Batch) -> None:
         config, state = self.config, self.state
-        _seed("step", config.seed, state.step, self.accelerator.process_index)
+        draw_from("step", config.seed, state.step, self.accelerator.process_index)
         rate = config.learning_rate_at(state.step + 1, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -564,63 +473,6 @@ class _Stop(Exception):  # noqa: N818
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def _accelerator(config: RunConfig, run: Run, trackers: Sequence[str], cpu: bool) -> Accelerator:
-    for name in trackers:
-        if name not in TRACKERS:
-            raise ValueError(f"unknown tracker={name!r}; {nearest(name, TRACKERS)}")
-        if find_spec(name) is None:
-            raise ValueError(f"tracker={name!r} needs the package {name}: pip install {name}")
-    # One process may train several configs, one after another, in other precisions.
-    AcceleratorState._reset_state(reset_partial_state=True)
-    return Accelerator(
-        mixed_precision=_PRECISIONS[config.precision],
-        cpu=cpu,
-        log_with=list(trackers) or None,
-        project_config=ProjectConfiguration(logging_dir=str(run.folder / "tensorboard")),
-    )
-
-
-def build(config: RunConfig) -> nn.Module:
-    """A new model for the task of a run."""
-    return (PairClassifier if task_of(config).pair else Classifier)(config.model)
-
-
-def task_of(config: RunConfig) -> Task:
-    """The task of a run, at the length of its config."""
-    return task(config.task, None if config.model.image else config.model.max_length)
-
-
-def load_data(config: RunConfig, data_dir: str | Path | None) -> Dataset:
-    """The data of a run, at the length and with the validation split of its config."""
-    length = None if config.model.image else config.model.max_length
-    return load(config.task, data_dir, max_length=length, validation=config.validation)
-
-
-def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names begin so, without that beginning."""
-    return {name[len(prefix) :]: x for name, x in tensors.items() if name.startswith(prefix)}
-
-
-def _seed(*values: object) -> None:
-    """Random numbers that depend on these values alone."""
-    digest = hashlib.blake2b(repr(values).encode(), digest_size=7).digest()
-    seed = int.from_bytes(digest, "big")
-    random.seed(seed)
-    torch.manual_seed(seed)
-
-
-def _scores(confusion: Tensor) -> tuple[float, float]:
-    """Accuracy and macro F1 of the counts [label, prediction]; classes that never occur are out.
-
-    >>> _scores(torch.tensor([[2, 0, 0], [1, 1, 0], [0, 0, 0]]))
-    (0.75, 0.733...)
-    """
-    hits = confusion.diagonal().double()
-    occurs = (confusion.sum(0) + confusion.sum(1)).double()
-    f1 = (2 * hits / occurs)[occurs > 0].mean()
-    return (hits.sum() / confusion.sum()).item(), f1.item()
-
-
 @contextmanager
 def _caught_signals() -> Iterator[list[int]]:
     """SIGINT and SIGTERM as numbers in a list, to be looked at; the second ends at once."""
@@ -642,25 +494,9 @@ def _caught_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def _own_random_numbers(device: torch.device) -> Iterator[None]:
-    """The caller's generators are afterwards what they were before."""
-    before = random.getstate()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            random.setstate(before)
-
-
-@contextmanager
-def _clear_errors(config: RunConfig, accelerator: Accelerator) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one, and the CPU's has no name
-        if not isinstance(error, torch.OutOfMemoryError) and "alloc" not in str(error):
-            raise
-        raise ValueError(
-            f"{accelerator.device} has too little memory for this model at batch_size="
-            f"{config.batch_size}; try a smaller batch or model, accumulate=4, or checkpoint=true"
-        ) from error
+def _check_trackers(names: Sequence[str]) -> None:
+    for name in names:
+        if name not in TRACKERS:
+            raise ValueError(f"unknown tracker={name!r}; {nearest(name, TRACKERS)}")
+        if find_spec(name) is None:
+            raise ValueError(f"tracker={name!r} needs the package {name}: pip install {name}")

@@ -7,6 +7,7 @@ import torch
 
 from fastrpb import FastRPB, FastRPB2d, load_model, save_model
 from fastrpb.compare import Cell
+from fastrpb.evaluate import load_run
 from fastrpb.figures import biases, curves_figure, slice_of, weights_figure, weights_of
 from fastrpb.report import (
     Table,
@@ -19,7 +20,7 @@ from fastrpb.report import (
     write_report,
 )
 from fastrpb.run import Run
-from fastrpb.train import load_run, train
+from fastrpb.train import train
 from runs import small
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,19 +17,9 @@ from apart import APART
 from fastrpb import load_model
 from fastrpb.config import override, preset
 from fastrpb.data import Batches, load
+from fastrpb.evaluate import Metrics, _scores, build, draw_from, evaluate_run, load_run, predict
 from fastrpb.run import Run
-from fastrpb.train import (
-    DivergedError,
-    Interruption,
-    Metrics,
-    _scores,
-    _seed,
-    build,
-    evaluate_run,
-    load_run,
-    predict,
-    train,
-)
+from fastrpb.train import DivergedError, Interruption, train
 from samples import write_papers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -100,7 +90,7 @@ def test_the_steps_are_those_of_a_plain_loop(small, tmp_path):
     """AdamW, the schedule, clipping and the order of the batches, against torch by hand."""
     config = small(steps=5, dropout=0.0, clip=0.5, weight_decay=0.1, warmup=3)
     train(config, tmp_path / "run", cpu=True)
-    _seed("weights", config.seed)
+    draw_from("weights", config.seed)
     model = build(config)
     optimizer = torch.optim.AdamW(model.parameters(), eps=config.eps, weight_decay=0.1)
     data = load("digits")

@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 
 from fastrpb.attention import linear_attention, softmax_attention
-from fastrpb.bench.measure import Row, Rows, against_length, apart, bar, growth, medians, peak_of
+from fastrpb.bench.measure import (
+    Row,
+    Rows,
+    Run,
+    against_length,
+    apart,
+    bar,
+    growth,
+    medians,
+    peak_of,
+)
 from fastrpb.bias import FastRPB
 from fastrpb.features import sikf
 from fastrpb.toeplitz import toeplitz, toeplitz_matmul, toeplitz_matmul_2d
@@ -85,7 +95,7 @@ def small_sizes(n: int) -> Row:
 def doublings() -> Rows:
     """Time a token when the length doubles at a fixed number of tokens."""
     inputs = {n: random_inputs((65536 // n, 4, n, 64)) for n in (2**k for k in range(10, 17))}
-    runs = {str(n): lambda n=n: toeplitz_matmul(*inputs[n]) for n in inputs}
+    runs: dict[str, Run] = {str(n): lambda n=n: toeplitz_matmul(*inputs[n]) for n in inputs}
     seconds = medians(runs, title="doublings")
     return [
         {"length": n, "time against half the length": seconds[str(n)] / seconds[str(n // 2)]}
