@@ -1,5 +1,6 @@
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -33,6 +34,47 @@ def test_forward_2d_is_its_matrix(bias, prefix):
     n = prefix + rpb.height * rpb.width
     v = torch.randn(2, 3, n, 4)
     assert_product(rpb(v), rpb.matrix(n), v, 4 * n)
+
+
+@pytest.mark.parametrize("bias", [*BIASES_2D, *(partial(FastRPB, 3, 20, **f) for f in FLAGS)])
+def test_a_threshold_takes_its_amount_off_every_weight(bias):
+    torch.manual_seed(0)
+    plain = bias(init=init.normal(1.0))
+    torch.manual_seed(0)
+    rpb = bias(init=init.normal(1.0), threshold=0.3)
+    assert torch.equal(plain.w, rpb.w)
+    with torch.no_grad():
+        plain.w.copy_(plain.w.sign() * (plain.w.abs() - 0.3).clamp(min=0))
+    n = 20 if isinstance(rpb, FastRPB) else rpb.height * rpb.width
+    v = torch.randn(2, 3, n, 4)
+    torch.testing.assert_close(rpb(v), plain(v))
+    torch.testing.assert_close(rpb.matrix(n), plain.matrix(n))
+
+
+@pytest.mark.parametrize("bias", [*BIASES_2D, *(partial(FastRPB, 3, 20, **f) for f in FLAGS)])
+def test_dropout_drops_weights_for_the_whole_batch_while_training(bias):
+    rpb = bias(init=lambda w, *_: w.fill_(1.0), dropout=0.25)
+    n = 20 if isinstance(rpb, FastRPB) else rpb.height * rpb.width
+    v = torch.randn(1, 3, n, 4).expand(2, -1, -1, -1)
+    torch.manual_seed(0)
+    dropped = rpb(v)
+    torch.testing.assert_close(dropped[0], dropped[1])
+    torch.manual_seed(0)
+    torch.testing.assert_close(dropped, rpb.matrix(n) @ v)
+    weights = rpb.weights(n) if isinstance(rpb, FastRPB) else rpb.weights()
+    kept = weights[weights != 0]
+    assert 0 < len(kept) < weights.numel()
+    torch.testing.assert_close(kept, torch.full_like(kept, 1 / 0.75))
+    rpb.eval()
+    assert torch.equal(rpb(v), rpb(v))
+
+
+def test_a_stream_has_the_threshold_too():
+    rpb = FastRPB(3, 200, causal=True, init=init.normal(1.0), threshold=0.5)
+    v = torch.randn(2, 3, 200, 4)
+    state = rpb.init_state(v)
+    steps = [rpb.step(v[:, :, t : t + 1], state)[0] for t in range(200)]
+    torch.testing.assert_close(torch.cat(steps, 2), rpb(v), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("flags", FLAGS)
@@ -262,6 +304,8 @@ V = torch.randn(2, 3, 10, 4)
             r"\(2, 10\).*\(2, 9\)",
         ),
         (lambda: FastRPB(3, 10).resize(0), ValueError, "max_length=0"),
+        (lambda: FastRPB(3, 10, dropout=1.0), ValueError, "dropout=1.0"),
+        (lambda: FastRPB2d(3, 4, 4, threshold=-1.0), ValueError, "threshold=-1.0"),
         (lambda: FastRPB2d(3, 0, 4), ValueError, "height=0"),
         (lambda: FastRPB2d(3, 4, 4.5), TypeError, "width.*4.5"),
         (lambda: FastRPB(3, 10, init="zero"), TypeError, "init must be a function.*'zero'"),

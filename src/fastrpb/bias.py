@@ -11,6 +11,7 @@ torch.Size([2, 4, 300, 16])
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 import torch
@@ -30,16 +31,28 @@ class _Bias(nn.Module, ABC):
 
     w: nn.Parameter
 
-    def __init__(self, num_heads: int, prefix: int, init: Init):
+    def __init__(self, num_heads: int, prefix: int, init: Init, dropout: float, threshold: float):
         super().__init__()
         check_size("num_heads", num_heads)
         if prefix:
             check_size("prefix", prefix)
         if not callable(init):
             raise TypeError(f"init must be a function such as fastrpb.init.zero, got {init!r}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout={dropout} must be from 0 to below 1")
+        if not 0 <= threshold < inf:
+            raise ValueError(f"threshold={threshold} must be a number of at least 0")
         self.num_heads = num_heads
         self.prefix = prefix
         self.init = init
+        self.dropout = dropout
+        self.threshold = threshold
+
+    def _used(self, w: Tensor) -> Tensor:
+        """What counts of these weights: those over the threshold, by as much, but dropped ones."""
+        if self.threshold:
+            w = nn.functional.softshrink(w, self.threshold)
+        return nn.functional.dropout(w, self.dropout) if self.dropout and self.training else w
 
     @abstractmethod
     def reset_parameters(self) -> None:
@@ -122,6 +135,8 @@ class FastRPB(_Bias):
         symmetric: w_d = w_{-d}; stores N weights.
         prefix: tokens at the front (CLS) that neither get nor give bias nor shift the positions.
         init: fills `w` (see `fastrpb.init`). `zero` leaves a trained model as it is.
+        dropout: of weights, while training: each is zero in so many steps, for the whole batch.
+        threshold: λ of a soft threshold, sign(w)·max(|w|-λ, 0): long filters learn to be sparse.
 
     Attributes:
         w: (num_heads, 2N-1), by ascending distance; causal: (num_heads, N), the distances
@@ -142,8 +157,10 @@ class FastRPB(_Bias):
         symmetric: bool = False,
         prefix: int = 0,
         init: Init = local(),  # noqa: B008  (a function, not state)
+        dropout: float = 0.0,
+        threshold: float = 0.0,
     ):
-        super().__init__(num_heads, prefix, init)
+        super().__init__(num_heads, prefix, init, dropout, threshold)
         check_size("max_length", max_length)
         if causal and symmetric:
             raise ValueError("a causal bias has no future to be symmetric with; choose one of both")
@@ -164,16 +181,19 @@ class FastRPB(_Bias):
         self.init(self.w, distance, 1)
 
     def weights(self, length: int) -> Tensor:
-        """w for `length` positions: (heads, 2·length-1), the distances -(length-1)..length-1."""
+        """w for `length` positions: (heads, 2·length-1), the distances -(length-1)..length-1.
+
+        As they count: past the threshold and, while training, with some dropped.
+        """
         n = self.max_length
         if not 1 <= length <= n:
             raise ValueError(f"length {length} is not within 1..max_length={n}; see resize()")
         if self.causal:
-            return nn.functional.pad(self.w[:, n - length :], (0, length - 1))
+            return nn.functional.pad(self._used(self.w[:, n - length :]), (0, length - 1))
         if self.symmetric:
-            half = self.w[:, :length]
+            half = self._used(self.w[:, :length])
             return torch.cat([half[:, 1:].flip(-1), half], dim=-1)
-        return self.w[:, n - length : n + length - 1]
+        return self._used(self.w[:, n - length : n + length - 1])
 
     def _dense(self, length: int) -> Tensor:
         return toeplitz(self.weights(length))
@@ -269,7 +289,8 @@ class FastRPB(_Bias):
         t += 1
         first = (t - 1) // _BLOCK * _BLOCK
         with torch.autocast(v.device.type, enabled=False):  # it would round both factors
-            near = self.w[:, None, n - (t - first) :].to(history.dtype) @ history[..., first:t, :]
+            w = self._used(self.w[:, None, n - (t - first) :])
+            near = w.to(history.dtype) @ history[..., first:t, :]
         y = pending[..., t - 1 : t, :] + near
         self._share(state, t)
         return y.to(v.dtype), state
@@ -281,7 +302,7 @@ class FastRPB(_Bias):
         if block >= _BLOCK and outputs:
             first = self.max_length - block - outputs
             state.pending[..., t : t + outputs, :] += toeplitz_matmul(
-                self.w[:, first : self.max_length - 1],
+                self._used(self.w[:, first : self.max_length - 1]),
                 state.history[..., t - block : t, :],
                 out_length=outputs,
             )
@@ -306,6 +327,8 @@ class FastRPB(_Bias):
             symmetric=self.symmetric,
             prefix=self.prefix,
             init=self.init,
+            dropout=self.dropout,
+            threshold=self.threshold,
         ).to(self.w)
         here, there = self._distances(), new._distances()
         first = max(here.start, there.start)
@@ -358,6 +381,8 @@ class FastRPB2d(_Bias):
         kind: "additive" or "full".
         prefix: tokens at the front (CLS) that neither get nor give bias nor shift the pixels.
         init: fills `w` (see `fastrpb.init`).
+        dropout: of weights, while training: each is zero in so many steps, for the whole batch.
+        threshold: λ of a soft threshold, sign(w)·max(|w|-λ, 0): long filters learn to be sparse.
 
     Attributes:
         w: additive (num_heads, 2·max(height, width)-1); full (num_heads, 2·height-1, 2·width-1).
@@ -376,8 +401,10 @@ class FastRPB2d(_Bias):
         kind: Kind = "additive",
         prefix: int = 0,
         init: Init = local(),  # noqa: B008  (a function, not state)
+        dropout: float = 0.0,
+        threshold: float = 0.0,
     ):
-        super().__init__(num_heads, prefix, init)
+        super().__init__(num_heads, prefix, init, dropout, threshold)
         check_size("height", height)
         check_size("width", width)
         if kind not in ("additive", "full"):
@@ -402,14 +429,18 @@ class FastRPB2d(_Bias):
         copies = self.height + self.width if self.kind == "additive" else 1
         self.init(self.w, self._reach().to(self.w), copies)
 
+    def weights(self) -> Tensor:
+        """w as it counts: past the threshold and, while training, with some dropped."""
+        return self._used(self.w)
+
     def _dense(self, length: int) -> Tensor:
         self._check_length(length)
-        return toeplitz_2d(self.w, (self.height, self.width))
+        return toeplitz_2d(self.weights(), (self.height, self.width))
 
     def _multiply(self, v: Tensor) -> Tensor:
         self._check_length(v.shape[-2] - self.prefix)
         v = v[..., self.prefix :, :]
-        y = toeplitz_matmul_2d(self.w, v, (self.height, self.width))
+        y = toeplitz_matmul_2d(self.weights(), v, (self.height, self.width))
         return nn.functional.pad(y, (0, 0, self.prefix, 0)) if self.prefix else y
 
     def _check_length(self, length: int) -> None:
@@ -423,7 +454,14 @@ class FastRPB2d(_Bias):
     def resize(self, height: int, width: int) -> "FastRPB2d":
         """A new bias for another image: the weights of common distances kept, others zero."""
         new = FastRPB2d(
-            self.num_heads, height, width, kind=self.kind, prefix=self.prefix, init=self.init
+            self.num_heads,
+            height,
+            width,
+            kind=self.kind,
+            prefix=self.prefix,
+            init=self.init,
+            dropout=self.dropout,
+            threshold=self.threshold,
         ).to(self.w)
         new.w.zero_()
         old_part, new_part = self.w.detach(), new.w.detach()

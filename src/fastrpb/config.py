@@ -43,6 +43,8 @@ COLUMNS = {
     "alibi": "ALiBi",
 }
 
+_NUMBERS = ("learning_rate", "weight_decay", "bias_rate", "bias_decay", "beta2", "eps", "clip")
+
 # What the task decides about the model.
 OF_THE_TASK = ("vocab_size", "num_classes", "image")
 
@@ -68,6 +70,8 @@ class RunConfig:
     schedule: Annotated[Schedule, "of the learning rate after the warm-up"] = "linear"
     warmup: Annotated[int, "steps of a linear rise"] = 0
     weight_decay: Annotated[float, "of AdamW"] = 0.0
+    bias_rate: Annotated[float, "learning rate of FastRPB's w, in those of the rest"] = 1.0
+    bias_decay: Annotated[float | None, "weight decay of FastRPB's w; default: as the rest"] = None
     beta2: Annotated[float, "of AdamW; the first is 0.9"] = 0.999
     eps: Annotated[float, "of AdamW"] = 1e-8
     clip: Annotated[float | None, "norm at which gradients are cut; default: never"] = None
@@ -114,10 +118,10 @@ class RunConfig:
             value = getattr(self, name)
             if type(value) is not int or not 0 <= value < 2**31:
                 raise ValueError(f"{name}={value!r} must be a whole number from 0 to {2**31 - 1}")
-        for name in ("learning_rate", "weight_decay", "beta2", "eps", "clip"):
+        for name in _NUMBERS:
             value = getattr(self, name)
             below = 1 if name == "beta2" else math.inf
-            if value is None and name == "clip":
+            if value is None and name in ("clip", "bias_decay"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"{name}={value!r} must be a number")

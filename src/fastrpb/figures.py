@@ -62,7 +62,7 @@ def weights_of(bias: FastRPB | FastRPB2d) -> Tensor:
     """
     if isinstance(bias, FastRPB):
         return bias.weights(bias.max_length).detach().float().cpu()
-    w = bias.w.detach().float().cpu()
+    w = bias.weights().detach().float().cpu()
     if bias.kind == "full":
         return w
     middle = w.shape[-1] // 2

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise, repeat
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +86,8 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
     bias_kind: Annotated[Kind, "of fastrpb2d"] = "additive"
     bias_init: Annotated[BiasInit, "first weights of the bias"] = "local"
     bias_reach: Annotated[float, "longest scale of the local init, in tokens"] = 16.0
+    bias_dropout: Annotated[float, "of the weights of the bias"] = 0.0
+    bias_threshold: Annotated[float, "soft threshold of the weights of the bias"] = 0.0
     filters: Annotated[int | None, "of the bias: a divisor of the width; default: heads"] = None
     nu: Annotated[int, "of dpfp"] = 1
     num_features: Annotated[int, "of favor"] = 128
@@ -114,7 +116,7 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
         for name in ("causal", "checkpoint"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be true or false")
-        for name in ("dropout", "attention_dropout"):
+        for name in ("dropout", "attention_dropout", "bias_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be from 0 to below 1")
         if self.causal and self.pooling == "cls":
@@ -131,8 +133,13 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
                 "attention never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or "
                 "attention='softmax'"
             )
+        self._check_bias()
+
+    def _check_bias(self) -> None:
         if self.bias_reach < 1:
             raise ValueError(f"bias_reach={self.bias_reach} must be at least 1 token")
+        if self.bias_threshold < 0:
+            raise ValueError(f"bias_threshold={self.bias_threshold} must be at least 0")
         if self.position == "fastrpb2d":
             self._check_image()
 
@@ -566,10 +573,16 @@ def _bias(config: ModelConfig) -> FastRPB | FastRPB2d | None:
         "normal": init.normal(),
         "zero": init.zero,
     }[config.bias_init]
-    filters, prefix = config.num_filters, _prefix(config)
+    filters = config.num_filters
+    shared: dict[str, Any] = {
+        "prefix": _prefix(config),
+        "init": fill,
+        "dropout": config.bias_dropout,
+        "threshold": config.bias_threshold,
+    }
     if config.position == "fastrpb2d" and config.image is not None:
-        return FastRPB2d(filters, *config.image, kind=config.bias_kind, prefix=prefix, init=fill)
-    return FastRPB(filters, config.max_length, causal=config.causal, prefix=prefix, init=fill)
+        return FastRPB2d(filters, *config.image, kind=config.bias_kind, **shared)
+    return FastRPB(filters, config.max_length, causal=config.causal, **shared)
 
 
 def _absolute(config: ModelConfig) -> nn.Module | None:

@@ -23,7 +23,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration, broadcast_object_list
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.functional import cross_entropy
 
+from fastrpb.bias import FastRPB, FastRPB2d
 from fastrpb.checks import nearest
 from fastrpb.config import RunConfig
 from fastrpb.data import Batch, Batches, Dataset, Split
@@ -172,11 +173,17 @@ class _Trainer:
         self.parameters = sum(p.numel() for p in model.parameters())
         if config.compile:
             model.compile()
+        self.groups = _groups(model)
+        named = dict(model.named_parameters())
+        decay = config.weight_decay if config.bias_decay is None else config.bias_decay
+        settings = ({"weight_decay": config.weight_decay}, {"weight_decay": decay})
         optimizer = torch.optim.AdamW(
-            model.parameters(),
+            [
+                {"params": [named[name] for name in names], **of_group}
+                for names, of_group in zip(self.groups, settings, strict=False)
+            ],
             betas=(0.9, config.beta2),
             eps=config.eps,
-            weight_decay=config.weight_decay,
             fused=accelerator.device.type in ("cpu", "cuda"),
         )
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
@@ -235,8 +242,9 @@ class _Trainer:
         config, state = self.config, self.state
         draw_from("step", config.seed, state.step, self.accelerator.process_index)
         rate = config.learning_rate_at(state.step + 1, self.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        factors = (1.0, config.bias_rate)
+        for group, factor in zip(self.optimizer.param_groups, factors, strict=False):
+            group["lr"] = rate * factor
         self.window.begin()
         chunks = (x.chunk(config.accumulate) for x in batch)
         parts = [Batch(*part) for part in zip(*chunks, strict=True)]
@@ -401,8 +409,11 @@ class _Trainer:
             key, parameter = name.split(".", 1)
             moments.setdefault(parameter, {})[key] = x
         optimizer = self.optimizer.optimizer
-        group = {**optimizer.param_groups[0], "params": list(moments)}
-        whole: Any = {"state": moments, "param_groups": [group]} if moments else {}
+        groups = [
+            {**group, "params": names}
+            for group, names in zip(optimizer.param_groups, self.groups, strict=True)
+        ]
+        whole: Any = {"state": moments, "param_groups": groups} if moments else {}
         set_optimizer_state_dict(self.model, optimizer, whole, options=self._from_first())
 
     def _finish(self) -> dict[str, Any]:
@@ -492,6 +503,14 @@ def _caught_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _groups(model: nn.Module) -> list[list[str]]:
+    """Names of the parameters: w of the biases last, in a group of its own if there are any."""
+    biases = (FastRPB, FastRPB2d)
+    own = {f"{name}.w" for name, part in model.named_modules() if isinstance(part, biases)}
+    rest = [name for name, _ in model.named_parameters() if name not in own]
+    return [rest, sorted(own)] if own else [rest]
 
 
 def _check_trackers(names: Sequence[str]) -> None:

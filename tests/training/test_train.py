@@ -88,16 +88,22 @@ def test_killed_at_random_it_ends_as_if_it_never_was(small, tmp_path, position):
 
 def test_the_steps_are_those_of_a_plain_loop(small, tmp_path):
     """AdamW, the schedule, clipping and the order of the batches, against torch by hand."""
-    config = small(steps=5, dropout=0.0, clip=0.5, weight_decay=0.1, warmup=3)
+    config = small(
+        **{"steps": 5, "dropout": 0.0, "clip": 0.5, "warmup": 3},
+        **{"weight_decay": 0.1, "bias_rate": 3.0, "bias_decay": 0.9},
+    )
     train(config, tmp_path / "run", cpu=True)
     draw_from("weights", config.seed)
     model = build(config)
-    optimizer = torch.optim.AdamW(model.parameters(), eps=config.eps, weight_decay=0.1)
+    w = [p for name, p in model.named_parameters() if name.endswith("bias.w")]
+    rest = [p for name, p in model.named_parameters() if not name.endswith("bias.w")]
+    groups = [{"params": rest, "weight_decay": 0.1}, {"params": w, "weight_decay": 0.9}]
+    optimizer = torch.optim.AdamW(groups, eps=config.eps)
     data = load("digits")
     batches = Batches(data.train, 8, pad_id=data.task.pad_id, seed=config.seed, drop_last=True)
     for step, batch in zip(range(1, 6), batches, strict=False):
-        for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate_at(step, 5)
+        for group, factor in zip(optimizer.param_groups, (1, 3), strict=True):
+            group["lr"] = factor * config.learning_rate_at(step, 5)
         optimizer.zero_grad()
         logits = model(batch.tokens, batch.mask)
         torch.nn.functional.cross_entropy(logits, batch.labels).backward()
