@@ -66,12 +66,16 @@ def evaluate(
 
 def classify(model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
     """Logits (batch, classes) and labels on the device."""
+    parts = [batch.tokens, batch.labels]
+    if not batch.mask.all():  # without a mask attention is faster
+        parts.append(batch.mask)
     if device.type == "cuda":  # pinned, so that the copy need not wait for the kernels before it
-        batch = Batch(*(x.pin_memory() for x in batch))
-    tokens, mask, labels = (x.to(device, non_blocking=True) for x in batch[:3])
+        parts = [x.pin_memory() for x in parts]
+    tokens, labels, *masks = (x.to(device, non_blocking=True) for x in parts)
     if tokens.dim() == 3:
-        return model(*tokens.unbind(1), *mask.unbind(1)), labels
-    return model(tokens, mask), labels
+        masks = [part for mask in masks for part in mask.unbind(1)]
+        return model(*tokens.unbind(1), *masks), labels
+    return model(tokens, *masks), labels
 
 
 def load_run(folder: str | Path) -> tuple[RunConfig, nn.Module]:

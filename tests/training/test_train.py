@@ -16,8 +16,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from apart import APART
 from fastrpb import load_model
 from fastrpb.config import override, preset
-from fastrpb.data import Batches, load
-from fastrpb.evaluate import Metrics, _scores, build, draw_from, evaluate_run, load_run, predict
+from fastrpb.data import Batch, Batches, load
+from fastrpb.evaluate import (
+    Metrics,
+    _scores,
+    build,
+    classify,
+    draw_from,
+    evaluate_run,
+    load_run,
+    predict,
+)
 from fastrpb.run import Run
 from fastrpb.train import DivergedError, Interruption, train
 from samples import write_papers
@@ -450,6 +459,22 @@ def test_predictions_of_an_image(small, tmp_path):
     assert sum(p for _, p in found) == pytest.approx(1)
     with pytest.raises(ValueError, match="digits takes 1 inputs, got 2"):
         predict(tmp_path / "run", ["a.png", "b.png"])
+
+
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_mask_goes_along_where_there_is_padding(pair, padded):
+    shape = (3, 2, 5) if pair else (3, 5)
+    mask = torch.ones(shape, dtype=torch.bool)
+    mask[-1, ..., -1] = not padded
+    tokens = torch.randint(9, shape, dtype=torch.uint8)
+    got = []
+    model = lambda *inputs: got.extend(inputs)  # noqa: E731
+    classify(model, Batch(tokens, mask, torch.zeros(3), torch.arange(3)), torch.device("cpu"))
+    wanted = [tokens, mask] if padded else [tokens]
+    wanted = [part for x in wanted for part in x.unbind(1)] if pair else wanted
+    assert len(got) == len(wanted)
+    assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
 
 
 def test_pairs_of_documents(tmp_path, monkeypatch):
