@@ -164,6 +164,14 @@ def test_what_is_generated_is_read_back(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(listops.FILES.values())
 
 
+def test_files_that_are_there_are_not_replaced(tmp_path):
+    (tmp_path / "basic_test.tsv").write_text("mine")
+    with pytest.raises(DataError, match=r"has basic_test\.tsv already; remove them or choose"):
+        generate(tmp_path, sizes=(20, 5, 5), workers=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["basic_test.tsv"]
+    assert (tmp_path / "basic_test.tsv").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

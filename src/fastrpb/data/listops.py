@@ -130,6 +130,9 @@ def generate(
         raise DataError(f"sizes={tuple(sizes)} must be three numbers of at least 1")
     if not 0 <= seed < 2**32:
         raise DataError(f"seed={seed} must be from 0 to {2**32 - 1}")
+    there = [name for name in FILES.values() if (out / name).exists()]
+    if there:
+        raise DataError(f"{out} has {', '.join(there)} already; remove them or choose another --out")
     elsewhere = "free some space, or choose another folder with --out"
     workers = workers or os.cpu_count() or 1
     chunk = partial(_chunk, seed, grammar)
