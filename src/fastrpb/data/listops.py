@@ -132,7 +132,8 @@ def generate(
         raise DataError(f"seed={seed} must be from 0 to {2**32 - 1}")
     there = [name for name in FILES.values() if (out / name).exists()]
     if there:
-        raise DataError(f"{out} has {', '.join(there)} already; remove them or choose another --out")
+        names = ", ".join(there)
+        raise DataError(f"{out} has {names} already; remove them or choose another folder by --out")
     elsewhere = "free some space, or choose another folder with --out"
     workers = workers or os.cpu_count() or 1
     chunk = partial(_chunk, seed, grammar)
