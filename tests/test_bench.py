@@ -28,6 +28,11 @@ def test_costs_against_the_length_stop_where_patience_ends(monkeypatch):
     assert growth(rows[:1], FULL) == "-"
 
 
+def test_only_the_cpu_needs_processes(monkeypatch):
+    monkeypatch.setattr(measure, "apart", lambda *_: pytest.fail("a process was started"))
+    assert len(against_length(quadratic, 1e-9, [100, 200], "cuda")) == 2
+
+
 def test_medians_take_turns():
     calls = []
     medians({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=2)

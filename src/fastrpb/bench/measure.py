@@ -87,20 +87,23 @@ def against_length(
     cost: Callable[[Any, int, bool], tuple[float, int]],
     what: object,
     lengths: list[int],
+    on: str = "cpu",
     patience: float = 3.2,
 ) -> Rows:
     """Time and peak memory against the length, as far as a run takes under `patience` seconds.
 
-    `cost(what, n, backward)` gives seconds and bytes; each call has a process of its own.
+    `cost(what, n, backward)` gives seconds and bytes; on the CPU each call has a process of its
+    own, which the allocator of CUDA does not need.
     """
     rows: Rows = []
+    call = apart if on == "cpu" else lambda function, *args: function(*args)
     for n in lengths:
         row: Row = {"length": n}
         for name, backward in (("forward", False), ("forward+backward", True)):
             if rows and _expected(rows, f"{name} ms", n) > 1e3 * patience:
                 return rows
             try:
-                seconds, peak = apart(cost, what, n, backward)
+                seconds, peak = call(cost, what, n, backward)
             except (BrokenProcessPool, torch.OutOfMemoryError):
                 return rows  # it ran out of memory
             row |= {f"{name} ms": 1e3 * seconds, f"{name} MB": peak / 1e6}
