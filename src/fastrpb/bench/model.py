@@ -18,7 +18,8 @@ Pair = dict[str, str]
 def bench_model() -> dict[str, Rows]:
     """Time and peak memory against the length, how they grow, and where linear attention wins."""
     rows = {
-        _name(pair): against_length(layer_cost, pair, LENGTHS, device()) for pair in bar(_pairs(), "layers")
+        _name(pair): against_length(layer_cost, pair, LENGTHS, device())
+        for pair in bar(_pairs(), "layers")
     }
     return {
         "attention layer": [{"layer": name, **row} for name, part in rows.items() for row in part],
