@@ -88,7 +88,7 @@ def attach(
     if freeze:
         model.requires_grad_(False)
     for layer, bias in zip(layers, new, strict=True):
-        bias.overlaid = _Overlaid(type(layer))
+        bias.overlaid = _Overlaid(type(layer))  # pyright: ignore[reportArgumentType]
         layer.add_module(_NAME, bias.to(_device(layer), _dtype(layer)))
     return model
 
