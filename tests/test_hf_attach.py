@@ -391,7 +391,10 @@ def test_compiles_to_one_graph(name):
     torch.compiler.reset()
     model, x = randomize(attach(make(name))), inputs(name)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(hidden(compiled, **x), hidden(model, **x), rtol=1e-4, atol=1e-4)
+    for masks in ({}, {"attention_mask": pad(torch.ones(3, 15), (6, 0)).long()}):
+        wanted = hidden(model, **x, **masks)[:, 6:]
+        got = hidden(compiled, **x, **masks)[:, 6:]
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_device_map_and_dtype(tmp_path):

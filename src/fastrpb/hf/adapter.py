@@ -376,8 +376,10 @@ def _keep(mask: Tensor, bias: FastRPB | FastRPB2d) -> Tensor:
         return mask.bool()
     last = mask[:, 0, -1]
     keep = last if last.dtype == torch.bool else last == 0
+    if torch.compiler.is_compiling():
+        return keep
     version = 0 if mask.is_inference() else mask._version  # it may be filled anew
-    if torch.compiler.is_compiling() or getattr(mask, "_fastrpb_checked", None) == version:
+    if getattr(mask, "_fastrpb_checked", None) == version:
         return keep
     visible = mask if mask.dtype == torch.bool else mask == 0
     expected = keep[:, None, None]
