@@ -447,7 +447,9 @@ def test_push_to_hub(tmp_path, monkeypatch):
         (lambda: config(num_classes=3), ValueError, "num_classes is no setting .* use num_labels="),
         (lambda: config(checkpoint=True), ValueError, r"use model.gradient_checkpointing_enable"),
         (
-            lambda: causal().generate(tokens(1), prompt_lookup_num_tokens=2, eos_token_id=1),
+            lambda: causal(eos_token_id=1).generate(
+                tokens(1), max_new_tokens=9, prompt_lookup_num_tokens=2
+            ),
             ValueError,
             "generate without an assistant",
         ),
