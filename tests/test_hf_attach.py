@@ -157,6 +157,16 @@ def test_a_static_cache_without_padding(name):
 
 
 @causals
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_a_prompt_in_chunks_of_which_the_first_are_padding(name, attn):
+    model = randomize(attach(make(name, AutoModelForCausalLM, attn)))
+    tokens = pad(inputs(name, 2, 12)["input_ids"], (9, 0), value=1)
+    common = {"attention_mask": (tokens != 1).long(), "max_new_tokens": 15, "do_sample": False}
+    wanted = model.generate(tokens, use_cache=False, **common)
+    assert torch.equal(model.generate(tokens, prefill_chunk_size=4, **common), wanted)
+
+
+@causals
 def test_a_cache_may_be_filled_in_parts(name):
     model = randomize(attach(make(name, AutoModelForCausalLM)))
     tokens = inputs(name, 2, 20)["input_ids"]
@@ -260,8 +270,9 @@ def test_biases_that_do_not_fit_are_refused(tmp_path):
     save(attach(make("bert"), 30), tmp_path)
     other = make("bert", num_attention_heads=2, num_hidden_layers=3)
     with pytest.raises(ValueError, match=r"bert of 2 layers with w of 4×59; .* 3 layers .* 2×59"):
-        load(other, tmp_path)
+        load(other, tmp_path, freeze=True)
     assert not biases(other)
+    assert all(p.requires_grad for p in other.parameters())
     with pytest.raises(ValueError, match=r"4×59; this model has 2 layers with w of 4×30"):
         load(make("gpt2"), tmp_path)
     save_file(load_file(tmp_path / "fastrpb.safetensors"), tmp_path / "other.safetensors")

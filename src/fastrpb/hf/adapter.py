@@ -19,9 +19,9 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from fastrpb import init
 from fastrpb.bias import FastRPB, FastRPB2d, Kind
-from fastrpb.checks import compute_dtype
 from fastrpb.files import read_tensors, write_tensors
 from fastrpb.init import Init
+from fastrpb.toeplitz import toeplitz_matmul
 
 TEXT = (
     *("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert"),
@@ -81,16 +81,14 @@ def attach(
     True
     """
     base = _pretrained(model)
-    if any(biases(base)):
+    if biases(base):
         raise ValueError("the model has biases already; detach(model) them first")
     layers = _layers(base)
     new = [_bias(base.config, layer, max_length, kind, init) for layer in layers]
-    if freeze:
-        model.requires_grad_(False)
     for layer, bias in zip(layers, new, strict=True):
         bias.overlaid = _Overlaid(type(layer))  # pyright: ignore[reportArgumentType]
         layer.add_module(_NAME, bias.to(_device(layer), _dtype(layer)))
-    return model
+    return _freeze(model) if freeze else model
 
 
 def detach(model: nn.Module) -> nn.Module:
@@ -150,7 +148,7 @@ def load(model: nn.Module, folder: str | os.PathLike, *, freeze: bool = False) -
         model_type = settings.pop("model_type")
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{path} holds no biases of fastrpb: its metadata are {meta}") from None
-    attach(model, **settings, freeze=freeze)
+    attach(model, **settings)
     mine = {f"{i}.w": bias.w for i, bias in enumerate(biases(model))}
     saved, here = ({key: tuple(w.shape) for key, w in x.items()} for x in (weights, mine))
     if saved != here:
@@ -162,6 +160,13 @@ def load(model: nn.Module, folder: str | os.PathLike, *, freeze: bool = False) -
     with torch.no_grad():
         for key, w in mine.items():
             w.copy_(weights[key])
+    return _freeze(model) if freeze else model
+
+
+def _freeze(model: nn.Module) -> nn.Module:
+    model.requires_grad_(False)
+    for bias in biases(model):
+        bias.requires_grad_()
     return model
 
 
@@ -357,14 +362,14 @@ def _term(
     keep = None if attention_mask is None else _keep(attention_mask, bias).expand(len(v), n)
     if queries == n or isinstance(bias, FastRPB2d):
         return bias(v, keep)
-    positions = torch.arange(n - queries, n, device=v.device)
+    before = n - queries
     if keep is not None:
-        positions = _positions(keep, queries)
+        before = _before(keep, queries)
         v = v.masked_fill(~keep[:, None, :, None], 0)
-    dtype = compute_dtype(bias.w, v)
-    rows = bias.weights(n)[:, torch.arange(n, device=v.device) - positions[:, None] + n - 1]
-    with torch.autocast(v.device.type, enabled=False):
-        return rows.to(dtype) @ v.to(dtype)
+    distances = torch.arange(1 - queries, n, device=v.device) - before
+    weights = bias.weights(n)[:, distances + n - 1]
+    impl = "dense" if queries == 1 else "auto"  # of one token, the matrix is one row
+    return toeplitz_matmul(weights, v, out_length=queries, impl=impl)
 
 
 def _keep(mask: Tensor, bias: FastRPB | FastRPB2d) -> Tensor:
@@ -384,8 +389,9 @@ def _keep(mask: Tensor, bias: FastRPB | FastRPB2d) -> Tensor:
     visible = mask if mask.dtype == torch.bool else mask == 0
     expected = keep[:, None, None]
     if isinstance(bias, FastRPB) and bias.causal:
-        order = torch.arange(mask.shape[-1], device=mask.device)
-        expected = expected & (order <= _positions(keep, mask.shape[-2])[:, None])
+        queries, n = mask.shape[-2:]
+        order = torch.arange(n, device=mask.device)
+        expected = expected & (order <= order[:queries, None] + _before(keep, queries))
     # Some versions let queries that are padding see everything, since NaN comes of nothing.
     padding = ~expected.any(-1) & visible.all(-1)
     if ((visible != expected).any(-1) & ~padding).any():
@@ -397,11 +403,13 @@ def _keep(mask: Tensor, bias: FastRPB | FastRPB2d) -> Tensor:
     return keep
 
 
-def _positions(keep: Tensor, queries: int) -> Tensor:
-    """Where the queries stand among the keys: they end where the last key is that counts.
+def _before(keep: Tensor, queries: int) -> int | Tensor:
+    """How many keys stand before the first query: the last is where the last key is that counts.
 
     A static cache has empty slots after it.
     """
     n = keep.shape[-1]
-    order = torch.arange(n, device=keep.device)
-    return order if queries == n else order[:queries] + (keep.any(0) * order).max() - queries + 1
+    if queries == n:
+        return 0
+    last = (keep.any(0) * torch.arange(n, device=keep.device)).max()
+    return (last - queries + 1).clamp(min=0)
