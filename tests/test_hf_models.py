@@ -403,11 +403,15 @@ def test_trainer_and_pipeline(tmp_path):
 
 
 def test_text_generation_pipeline():
-    model = causal(vocab_size=24)
-    answers = pipeline("text-generation", model=model, tokenizer=tokenizer(), device="cpu")(
-        ["good word1", "word2 word3 word4"], max_new_tokens=4, do_sample=False
+    model, coder = causal(vocab_size=24), tokenizer()
+    texts, settings = ["good word1", "word2 word3 word4"], {"max_new_tokens": 4, "do_sample": False}
+    answers = pipeline("text-generation", model=model, tokenizer=coder, device="cpu")(
+        texts, **settings
     )
-    assert len(answers) == 2
+    for text, (answer,) in zip(texts, answers, strict=True):
+        ids = torch.tensor([coder(text)["input_ids"]])
+        wanted = model.generate(ids, use_cache=False, **settings)[0, ids.shape[1] :]
+        assert answer["generated_text"].removeprefix(text).split() == coder.decode(wanted).split()
 
 
 def test_push_to_hub(tmp_path, monkeypatch):

@@ -95,7 +95,17 @@ class FastRPBConfig(PreTrainedConfig):
 
 
 class FastRPBCache(Cache):
-    """A `Stream` a layer: what `generate()` remembers, O(1) a layer but for the bias's history."""
+    """A `Stream` a layer: what `generate()` remembers, O(1) a layer but for the bias's history.
+
+    It is changed in place, and cannot go back to fewer tokens.
+
+    >>> config = FastRPBConfig(hidden_size=32, num_hidden_layers=1, causal=True)
+    >>> model, tokens = FastRPBForCausalLM(config).eval(), torch.randint(256, (2, 10))
+    >>> cache = model(tokens[:, :7], use_cache=True).past_key_values
+    >>> later = model(tokens[:, 7:], past_key_values=cache).logits
+    >>> torch.allclose(later, model(tokens).logits[:, 7:], atol=1e-4), cache.get_seq_length()
+    (True, 10)
+    """
 
     def __init__(self, layers: int):
         super().__init__(layers=[])
