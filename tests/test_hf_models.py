@@ -404,7 +404,8 @@ def test_trainer_and_pipeline(tmp_path):
 
 def test_text_generation_pipeline():
     model, coder = causal(vocab_size=24), tokenizer()
-    texts, settings = ["good word1", "word2 word3 word4"], {"max_new_tokens": 4, "do_sample": False}
+    texts = ["good word1", "word2 word3 word4"]
+    settings = {"max_new_tokens": 30, "do_sample": False}
     answers = pipeline("text-generation", model=model, tokenizer=coder, device="cpu")(
         texts, **settings
     )
