@@ -14,6 +14,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     All its arguments, shapes and masks mean what they mean there (key_padding_mask and attn_mask:
     True = ignore), and its state dicts load, strictly too: `rpb` and `features` then keep the
     weights that they have. Without `features` and `rpb` it is the original.
+    `torch.compile(fullgraph=True)` needs bool padding and is_causal=True beside a causal attn_mask:
+    what stands in other masks is looked at.
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,

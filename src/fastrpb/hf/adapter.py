@@ -110,6 +110,8 @@ def save(model: nn.Module, folder: str | os.PathLike) -> Path:
     """Write the biases, and nothing of the model, into FOLDER/fastrpb.safetensors, atomically.
 
     About heads × (2·max_length - 1) numbers a layer; half of that where it is causal.
+    `save_pretrained` and checkpoints of a Trainer hold them too, but `from_pretrained` knows no
+    biases: it leaves them out.
 
     >>> from transformers import GPT2Config, GPT2Model
     >>> config = GPT2Config(vocab_size=9, n_embd=16, n_layer=2, n_head=2)
