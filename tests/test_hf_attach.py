@@ -1,6 +1,8 @@
 """`fastrpb.hf.attach` on small random models of every supported architecture."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -155,6 +157,16 @@ def test_a_static_cache_without_padding(name):
 
 
 @causals
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_a_prompt_in_chunks_of_which_the_first_are_padding(name, attn):
+    model = randomize(attach(make(name, AutoModelForCausalLM, attn)))
+    tokens = pad(inputs(name, 2, 12)["input_ids"], (9, 0), value=1)
+    common = {"attention_mask": (tokens != 1).long(), "max_new_tokens": 15, "do_sample": False}
+    wanted = model.generate(tokens, use_cache=False, **common)
+    assert torch.equal(model.generate(tokens, prefill_chunk_size=4, **common), wanted)
+
+
+@causals
 def test_a_cache_may_be_filled_in_parts(name):
     model = randomize(attach(make(name, AutoModelForCausalLM)))
     tokens = inputs(name, 2, 20)["input_ids"]
@@ -258,8 +270,9 @@ def test_biases_that_do_not_fit_are_refused(tmp_path):
     save(attach(make("bert"), 30), tmp_path)
     other = make("bert", num_attention_heads=2, num_hidden_layers=3)
     with pytest.raises(ValueError, match=r"bert of 2 layers with w of 4×59; .* 3 layers .* 2×59"):
-        load(other, tmp_path)
+        load(other, tmp_path, freeze=True)
     assert not biases(other)
+    assert all(p.requires_grad for p in other.parameters())
     with pytest.raises(ValueError, match=r"4×59; this model has 2 layers with w of 4×30"):
         load(make("gpt2"), tmp_path)
     save_file(load_file(tmp_path / "fastrpb.safetensors"), tmp_path / "other.safetensors")
@@ -299,6 +312,31 @@ def test_with_lora_in_place(first, tmp_path):
     torch.testing.assert_close(hidden(merged, **x), after, rtol=1e-4, atol=1e-4)
 
 
+def test_lora_must_not_wrap_the_biases():
+    """A wrapper would be passed over, and the biases would do nothing."""
+    settings = LoraConfig(r=2, target_modules=["query"], modules_to_save=["fastrpb"])
+    model = get_peft_model(attach(make("bert")), settings)
+    with pytest.raises(TypeError, match=r"ModulesToSaveWrapper .* leave 'fastrpb' out"):
+        hidden(model, **inputs("bert"))
+
+
+def test_a_pickled_model_keeps_its_biases_in_another_process(tmp_path):
+    model, x = randomize(attach(make("llama"))), inputs("llama")
+    torch.save(model, tmp_path / "model.pt")
+    torch.save((x, hidden(model, **x)), tmp_path / "wanted.pt")
+    code = """if True:
+        import torch
+        model = torch.load("model.pt", weights_only=False)
+        x, wanted = torch.load("wanted.pt")
+        with torch.no_grad():
+            print((model(**x).last_hidden_state - wanted).abs().max().item())
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert float(run.stdout) < 1e-5
+
+
 def test_flash_attention_masks(monkeypatch):
     """Flash kernels need a GPU; here SDPA stands in for one, with the 2D masks they get."""
 
@@ -312,6 +350,32 @@ def test_flash_attention_masks(monkeypatch):
     wanted = hidden(model, **x)
     model.config._attn_implementation = "flash_attention_2"
     torch.testing.assert_close(hidden(model, **x)[:, :15], wanted[:, :15])
+
+
+def test_flash_attention_packs_by_positions(monkeypatch):
+    """Flash kernels get no mask then, but the positions tell them."""
+    monkeypatch.setitem(
+        transformers.AttentionInterface._global_mapping, "flash_attention_2", sdpa_attention_forward
+    )
+    model, x = attach(make("llama")), inputs("llama", batch=1)
+    model.config._attn_implementation = "flash_attention_2"
+    hidden(model, **x, position_ids=torch.arange(21)[None] + 5)
+    packed = torch.tensor([[*range(11), *range(10)]])
+    with pytest.raises(ValueError, match="packed into one row"):
+        hidden(model, **x, position_ids=packed, use_cache=False)
+
+
+def test_a_mask_may_be_filled_anew():
+    model, x = randomize(attach(make("bert"))), inputs("bert")["input_ids"]
+    mask = torch.ones(3, 1, 21, 21, dtype=torch.bool)
+    hidden(model, input_ids=x, attention_mask=mask)
+    mask[..., 15:] = False
+    alone = hidden(model, input_ids=x[:, :15])
+    got = hidden(model, input_ids=x, attention_mask=mask)[:, :15]
+    torch.testing.assert_close(got, alone, rtol=1e-4, atol=1e-4)
+    mask[:, :, 3, 4] = False
+    with pytest.raises(ValueError, match="hides other keys"):
+        hidden(model, input_ids=x, attention_mask=mask)
 
 
 def test_the_implementation_may_change_later():
@@ -338,7 +402,10 @@ def test_compiles_to_one_graph(name):
     torch.compiler.reset()
     model, x = randomize(attach(make(name))), inputs(name)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(hidden(compiled, **x), hidden(model, **x), rtol=1e-4, atol=1e-4)
+    for masks in ({}, {"attention_mask": pad(torch.ones(3, 15), (6, 0)).long()}):
+        wanted = hidden(model, **x, **masks)[:, 6:]
+        got = hidden(compiled, **x, **masks)[:, 6:]
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_device_map_and_dtype(tmp_path):
@@ -380,10 +447,11 @@ def test_mistakes_get_one_sentence():
         attach(transformers.T5Model(transformers.T5Config(d_model=8, d_ff=8, num_layers=1)))
     with pytest.raises(TypeError, match="Linear holds no Transformers model"):
         attach(torch.nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="not to str"):
-        attach("bert")
+    for call in (attach, detach, biases):
+        with pytest.raises(TypeError, match="for Transformers models, not for str"):
+            call("bert")
     model = attach(make("bert"), 20)
-    with pytest.raises(ValueError, match=r"length 21 is not within 1\.\.max_length=20"):
+    with pytest.raises(ValueError, match=r"21 tokens, .* exceed the max_length=20 .* attach them"):
         model(**inputs("bert"))
     with pytest.raises(ValueError, match="has biases already"):
         attach(model, 20)
@@ -399,6 +467,10 @@ def test_mistakes_get_one_sentence():
         causal(torch.randint(30, (1, 21)), position_ids=packed, use_cache=False)
     with pytest.raises(ValueError, match="packed into one row"):
         causal(torch.randint(30, (1, 21)), cu_seq_lens_q=torch.tensor([0, 11, 21]))
+    windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+    with pytest.raises(ValueError, match=r"window of 4 tokens .* bias of max_length=5; use max_le"):
+        attach(make("qwen2", **windows), 5)
+    attach(make("qwen2", **windows), 4)
     image = attach(make("vit", image_size=24))
     with pytest.raises(ValueError, match="do not make an image of 6×6"):
         image(torch.randn(1, 3, 32, 32), interpolate_pos_encoding=True)

@@ -137,6 +137,22 @@ def test_softmax_with_a_bias_equals_its_definition():
     torch.testing.assert_close(y, new.out_proj(inner), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("settings", [{"rpb": FastRPB(HEADS, 16)}, {"features": sikf}])
+def test_masks_that_hide_nothing(settings):
+    new = MultiheadAttention(DIM, HEADS, batch_first=True, **settings)
+    q, k, v = inputs(new)
+    for n in (LENGTH, 1):  # one token has no future: the causal mask is empty
+        x = [i[:, :n] for i in (q, k, v)]
+        for mask in (torch.zeros(n, n), torch.zeros(n, n, dtype=torch.bool)):
+            torch.testing.assert_close(new(*x, attn_mask=mask), new(*x))
+
+
+def test_the_hint_of_causality_stands_for_the_mask():
+    new = MultiheadAttention(DIM, HEADS, features=sikf, rpb=FastRPB(HEADS, 16, causal=True))
+    x = inputs(new)
+    torch.testing.assert_close(new(*x, is_causal=True), new(*x, attn_mask=causal_mask()))
+
+
 def test_every_parameter_trains():
     new = MultiheadAttention(DIM, HEADS, features=sikf, rpb=FastRPB(HEADS, 16))
     x = torch.randn(LENGTH, BATCH, DIM)
@@ -209,6 +225,27 @@ def mistake(call, **settings):
         (mistake(None, features="sikf"), TypeError, "feature map such as fastrpb.sikf"),
         (mistake(None, rpb=FastRPB(5, 16)), ValueError, "5 heads of rpb must divide embed_dim=12"),
         (mistake(None, bias=FastRPB(3, 16)), TypeError, "a FastRPB goes into rpb"),
+        (mistake(None, rpb="fastrpb"), TypeError, "rpb must be a FastRPB or FastRPB2d, got str"),
+        (
+            mistake(lambda a, q, k, v: a(q, k, v, attn_mask=causal_mask()[:5, :5]), features=sikf),
+            ValueError,
+            r"attn_mask must be \(queries, keys\) = \(10, 10\), got \(5, 5\)",
+        ),
+        (
+            mistake(lambda a, q, k, v: a(q, k[..., 1:], v), features=sikf),
+            ValueError,
+            r"key must have 3 axes .* the last of size 12; got \(4, 10, 11\)",
+        ),
+        (
+            mistake(lambda a, q, k, v: a(q, k, v[0]), features=sikf),
+            ValueError,
+            r"value must have 3 axes .* got \(10, 12\)",
+        ),
+        (
+            mistake(lambda a, q, k, v: a(q[None], k[None], v[None]), features=sikf),
+            ValueError,
+            r"query must have 3 axes .* got \(1, 4, 10, 12\)",
+        ),
         (
             mistake(lambda a, q, k, v: a(q, k, v, attn_mask=torch.rand(10, 10) < 0.5), rpb=zero()),
             ValueError,

@@ -38,7 +38,6 @@ def batch(size, length):
     ("kind", "changes"),
     [
         (Classifier, {}),
-        (Classifier, {"filters": 4, "features": "favor", "absolute": "none", "pooling": "mean"}),
         (Classifier, {"attention": "softmax", **IMAGE, "bias_kind": "full"}),
         (LanguageModel, LANGUAGE),
         (LanguageModel, {**LANGUAGE, "features": "elu1", "position": "rope"}),
@@ -62,24 +61,15 @@ def test_onnxruntime_gives_what_pytorch_gives(kind, changes, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
 
 
-def test_pairs_have_lengths_of_their_own(tmp_path):
-    model = PairClassifier(ModelConfig(**SMALL)).eval()
-    session = onnxruntime.InferenceSession(export(model, tmp_path / "model.onnx"))
-    names = ["first", "second", "first_mask", "second_mask"]
-    assert [x.name for x in session.get_inputs()] == names
-    (a, mask_a), (b, mask_b) = batch(3, 20), batch(3, 47)
-    inputs = (a, b, mask_a, mask_b)
-    with torch.no_grad():
-        torch.testing.assert_close(
-            run(session, names, inputs), model(*inputs), rtol=1e-4, atol=1e-5
-        )
-
-
 def test_long_sequences_and_other_dtypes(tmp_path):
     """The DFT keeps its precision, and no N×N matrix stands in the file."""
-    settings = {**SMALL, "max_length": 5000, "absolute": "none", "bias_init": "local"}
+    others = {"filters": 4, "features": "favor", "absolute": "none", "pooling": "mean"}
+    settings = {**SMALL, **others, "max_length": 5000, "bias_init": "local"}
     model = Classifier(ModelConfig(**settings)).eval()
-    session = onnxruntime.InferenceSession(export(model.bfloat16(), tmp_path / "model.onnx"))
+    torch.nn.init.normal_(model.encoder.embedding.weight)
+    path = export(model.bfloat16(), tmp_path / "model.onnx")
+    assert path.stat().st_size < 1_000_000
+    session = onnxruntime.InferenceSession(path)
     tokens, mask = batch(2, 4999)
     with torch.no_grad():
         wanted = model.float()(tokens, mask)
@@ -99,19 +89,21 @@ def command(*words):
     )
 
 
-def test_command(tmp_path):
-    model = Classifier(ModelConfig(**SMALL)).eval()
+def test_command_and_pairs_with_lengths_of_their_own(tmp_path):
+    model = PairClassifier(ModelConfig(**SMALL)).eval()
     (tmp_path / "run").mkdir()
     save_model(model, tmp_path / "run" / "model.safetensors")
     done = command(tmp_path / "run", tmp_path / "out.onnx")
     assert (done.returncode, done.stderr) == (0, "")
     assert "out.onnx" in done.stdout
     session = onnxruntime.InferenceSession(tmp_path / "out.onnx")
-    tokens, mask = batch(3, 25)
+    names = ["first", "second", "first_mask", "second_mask"]
+    assert [x.name for x in session.get_inputs()] == names
+    (a, mask_a), (b, mask_b) = batch(3, 20), batch(3, 47)
+    inputs = (a, b, mask_a, mask_b)
     with torch.no_grad():
-        wanted = model(tokens, mask)
-    got = run(session, ["tokens", "mask"], (tokens, mask))
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+        wanted = model(*inputs)
+    torch.testing.assert_close(run(session, names, inputs), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_mistakes_get_one_sentence(tmp_path):
@@ -125,4 +117,6 @@ def test_mistakes_get_one_sentence(tmp_path):
         export(model.encoder, tmp_path / "out.onnx")
     with pytest.raises(FileNotFoundError, match="no folder"):
         export(model, tmp_path / "nowhere" / "out.onnx")
+    with pytest.raises(ValueError, match=r"is a folder; name a file in it, as .*model\.onnx"):
+        export(model, tmp_path)
     assert not list(tmp_path.iterdir())

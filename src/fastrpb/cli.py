@@ -465,7 +465,7 @@ def export(
 
     try:
         print(f"written to {write(run, out)}")
-    except (FileNotFoundError, ImportError) as error:
+    except ImportError as error:
         raise ValueError(error) from None
 
 

@@ -237,6 +237,7 @@ class Stream:
     def select(self, streams: Tensor) -> None:
         """Keep these streams of the batch, some of them perhaps more than once (beam search)."""
         if self.attention is not None:
+            streams = streams.to(self.attention.sums.device)  # a layer may be on another one
             self.attention = LinearState(*(x[streams] for x in self.attention))
         if self.bias is not None:
             self.bias = self.bias.select(streams)
@@ -379,7 +380,7 @@ class Encoder(nn.Module):
             mask = None if mask is None else nn.functional.pad(mask, (1, 0), value=True)
         x = self.dropout(x)
         for block, stream in zip(self.blocks, streams or repeat(None), strict=False):
-            if self.gradient_checkpointing and self.training:
+            if self.gradient_checkpointing and self.training and stream is None:
                 x = self._gradient_checkpointing_func(block, x, mask)
             else:
                 x = block(x, mask, stream)

@@ -14,12 +14,15 @@ class MultiheadAttention(nn.MultiheadAttention):
     All its arguments, shapes and masks mean what they mean there (key_padding_mask and attn_mask:
     True = ignore), and its state dicts load, strictly too: `rpb` and `features` then keep the
     weights that they have. Without `features` and `rpb` it is the original.
+    `torch.compile(fullgraph=True)` needs bool padding and is_causal=True beside a causal attn_mask:
+    what stands in other masks is looked at.
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
             device, dtype: as in `torch.nn.MultiheadAttention`; `bias` is that of its projections.
         features: a feature map such as `fastrpb.sikf`, for linear attention: O(N) with
-            need_weights=False. It has no weights to drop, and of attn_masks knows the causal one.
+            need_weights=False. It has no weights to drop, and of attn_masks knows the causal one,
+            which is_causal=True may stand for.
         rpb: a `FastRPB` or `FastRPB2d`, for self-attention. Its `num_heads` divide embed_dim; they
             need not be those of the attention. Zero-initialised (`init.zero`), it changes nothing.
             A causal attn_mask needs a causal one. The keys and values that add_bias_kv and
@@ -65,6 +68,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise ValueError(
                 f"linear attention has no weights to drop; use dropout=0, not {dropout}"
             )
+        if rpb is not None and not isinstance(rpb, FastRPB | FastRPB2d):
+            raise TypeError(f"rpb must be a FastRPB or FastRPB2d, got {type(rpb).__name__}")
         if rpb is not None and embed_dim % rpb.num_heads:
             raise ValueError(f"the {rpb.num_heads} heads of rpb must divide embed_dim={embed_dim}")
         super().__init__(
@@ -106,7 +111,9 @@ class MultiheadAttention(nn.MultiheadAttention):
                 raise ValueError(
                     "pass padded tensors; in nn.TransformerEncoder, by enable_nested_tensor=False"
                 )
-            causal, keep = _causal(attn_mask, is_causal), _keep(key_padding_mask)
+            self._check(query, key, value)
+            pairs = self._batched(query).shape[1], self._batched(key).shape[1]
+            causal, keep = _causal(attn_mask, is_causal, pairs), _keep(key_padding_mask)
         if self.features is None:
             y, weights = super().forward(
                 query,
@@ -129,6 +136,15 @@ class MultiheadAttention(nn.MultiheadAttention):
             q, v = self._batched(query), self._batched(value)
             y = y + self._like(query, self._bias_term(q, v, keep, causal, self.rpb))
         return y, weights
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        sizes = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
+        for (name, size), x in zip(sizes.items(), (query, key, value), strict=True):
+            if x.dim() not in (2, 3) or x.dim() != query.dim() or x.shape[-1] != size:
+                raise ValueError(
+                    f"{name} must have 3 axes with a batch or 2 without, as the query, the last of "
+                    f"size {size}; got {tuple(x.shape)}"
+                )
 
     def _linear_attention(
         self,
@@ -229,16 +245,24 @@ def _keep(key_padding_mask: Tensor | None) -> Tensor | None:
     return keep if keep.dim() == 2 else keep.unsqueeze(0)
 
 
-def _causal(attn_mask: Tensor | None, is_causal: bool) -> bool:
-    """Whether the mask is the causal one; another one cannot be followed."""
-    if is_causal or attn_mask is None:
+def _causal(attn_mask: Tensor | None, is_causal: bool, pairs: tuple[int, int]) -> bool:
+    """Whether the mask over (queries, keys) is the causal one; no other can be followed."""
+    if attn_mask is None:
         return is_causal
-    hidden = attn_mask if attn_mask.dtype == torch.bool else attn_mask == -torch.inf
-    wanted = torch.ones_like(hidden).triu(1)
-    others = attn_mask.dtype != torch.bool and bool((attn_mask.masked_fill(hidden, 0) != 0).any())
-    if hidden.dim() != 2 or others or not torch.equal(hidden, wanted):
+    if attn_mask.shape != pairs:
         raise ValueError(
-            "linear attention and rpb can follow no attn_mask but the causal one, (length, length) "
-            "with True or -inf above the diagonal"
+            f"with linear attention or rpb, attn_mask must be (queries, keys) = {pairs}, "
+            f"got {tuple(attn_mask.shape)}"
+        )
+    if is_causal:
+        return True
+    hidden = attn_mask if attn_mask.dtype == torch.bool else attn_mask == -torch.inf
+    others = attn_mask.dtype != torch.bool and bool((attn_mask.masked_fill(hidden, 0) != 0).any())
+    if not others and not hidden.any():
+        return False
+    if others or not torch.equal(hidden, torch.ones_like(hidden).triu(1)):
+        raise ValueError(
+            "linear attention and rpb can follow no attn_mask but the causal one, with True or "
+            "-inf above the diagonal"
         )
     return True

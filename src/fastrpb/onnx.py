@@ -49,6 +49,8 @@ def export(model: nn.Module | str | os.PathLike, path: str | os.PathLike) -> Pat
     path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} for {path.name}")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file in it, as {path / 'model.onnx'}")
     if not isinstance(model, nn.Module):
         model = load_model(_weights_file(Path(model)))
     if type(model).__name__ not in MODELS:

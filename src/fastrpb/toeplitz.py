@@ -268,13 +268,13 @@ def _restore(y: Tensor, lead: torch.Size, v: Tensor) -> Tensor:
 def _dense(matrix: Tensor, v: Tensor) -> Tensor:
     """(heads, M, N) times (batch, heads, N, dim), as one wide product a head where that is faster.
 
-    The plain product copies the matrix for every batch element.
+    The plain product copies the matrix for every batch element, the wide one copies v.
     """
     batch, heads, n, dim = v.shape
     # Autocast would round both factors to half precision.
     exact = torch.is_autocast_enabled(v.device.type)
     with torch.autocast(v.device.type, enabled=False) if exact else nullcontext():
-        if n < 2 * dim:
+        if n < 2 * dim or 4 * matrix.shape[-2] <= dim:
             return matrix @ v
         wide = matrix @ v.permute(1, 2, 0, 3).reshape(heads, n, batch * dim)
         return wide.unflatten(-1, (batch, dim)).permute(2, 0, 1, 3).contiguous()

@@ -8,7 +8,7 @@ layer that calls, if it has one. Masks, caches, SDPA and flash kernels stay as t
 import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +19,9 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from fastrpb import init
 from fastrpb.bias import FastRPB, FastRPB2d, Kind
-from fastrpb.checks import compute_dtype
 from fastrpb.files import read_tensors, write_tensors
 from fastrpb.init import Init
+from fastrpb.toeplitz import toeplitz_matmul
 
 TEXT = (
     *("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert"),
@@ -35,6 +35,7 @@ SUPPORTED = (*TEXT, *IMAGE_PREFIX)
 
 FILE = "fastrpb.safetensors"
 _NAME = "fastrpb"  # of the bias in its attention layer
+_ASKS = {"ALL_ATTENTION_FUNCTIONS", "get_interface"}  # names in a layer that uses the interface
 _IMPLEMENTATIONS = (
     *("eager", "sdpa"),
     *("flash_attention_2", "flash_attention_3", "flash_attention_4"),
@@ -54,6 +55,8 @@ def attach(
     With `init.zero` the outputs are bit-identical until `w` is trained. Causal layers get causal
     biases. With grouped-query attention each query head has weights of its own, over the values of
     its group. The cost is that of `FastRPB`; a step of `generate()` with a cache takes O(length).
+    PEFT freezes all that is in a model: attach after `get_peft_model`, or call `requires_grad_()`
+    on each of `biases(model)`.
 
     Args:
         model: one of `fastrpb.hf.SUPPORTED`, also with PEFT's adapters in it.
@@ -78,16 +81,14 @@ def attach(
     True
     """
     base = _pretrained(model)
-    if any(biases(base)):
+    if biases(base):
         raise ValueError("the model has biases already; detach(model) them first")
     layers = _layers(base)
     new = [_bias(base.config, layer, max_length, kind, init) for layer in layers]
-    if freeze:
-        model.requires_grad_(False)
     for layer, bias in zip(layers, new, strict=True):
+        bias.overlaid = _Overlaid(type(layer))  # pyright: ignore[reportArgumentType]
         layer.add_module(_NAME, bias.to(_device(layer), _dtype(layer)))
-        _overlay(layer)
-    return model
+    return _freeze(model) if freeze else model
 
 
 def detach(model: nn.Module) -> nn.Module:
@@ -109,6 +110,8 @@ def save(model: nn.Module, folder: str | os.PathLike) -> Path:
     """Write the biases, and nothing of the model, into FOLDER/fastrpb.safetensors, atomically.
 
     About heads × (2·max_length - 1) numbers a layer; half of that where it is causal.
+    `save_pretrained` and checkpoints of a Trainer hold them too, but `from_pretrained` knows no
+    biases: it leaves them out.
 
     >>> from transformers import GPT2Config, GPT2Model
     >>> config = GPT2Config(vocab_size=9, n_embd=16, n_layer=2, n_head=2)
@@ -147,7 +150,7 @@ def load(model: nn.Module, folder: str | os.PathLike, *, freeze: bool = False) -
         model_type = settings.pop("model_type")
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{path} holds no biases of fastrpb: its metadata are {meta}") from None
-    attach(model, **settings, freeze=freeze)
+    attach(model, **settings)
     mine = {f"{i}.w": bias.w for i, bias in enumerate(biases(model))}
     saved, here = ({key: tuple(w.shape) for key, w in x.items()} for x in (weights, mine))
     if saved != here:
@@ -159,6 +162,13 @@ def load(model: nn.Module, folder: str | os.PathLike, *, freeze: bool = False) -
     with torch.no_grad():
         for key, w in mine.items():
             w.copy_(weights[key])
+    return _freeze(model) if freeze else model
+
+
+def _freeze(model: nn.Module) -> nn.Module:
+    model.requires_grad_(False)
+    for bias in biases(model):
+        bias.requires_grad_()
     return model
 
 
@@ -169,9 +179,7 @@ def _shapes(shapes: dict[str, tuple[int, ...]]) -> str:
 
 def _pretrained(model: nn.Module) -> PreTrainedModel:
     """The Transformers model itself, also from within a PEFT model."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"attach to a Transformers model, not to {type(model).__name__}")
-    base = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    base = next((m for m in _modules(model) if isinstance(m, PreTrainedModel)), None)
     if base is None:
         raise TypeError(
             f"{type(model).__name__} holds no Transformers model; in your own model, add "
@@ -185,12 +193,18 @@ def _pretrained(model: nn.Module) -> PreTrainedModel:
     return base
 
 
+def _modules(model: nn.Module) -> Iterator[nn.Module]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"biases are for Transformers models, not for {type(model).__name__}")
+    return model.modules()
+
+
 def _layers(base: PreTrainedModel) -> list[nn.Module]:
     """The self-attention layers: what asks the interface for a function, but cross-attention."""
     layers = [
         module
         for module in base.modules()
-        if {"ALL_ATTENTION_FUNCTIONS", "get_interface"} <= {*_source(module).__code__.co_names}
+        if {*_source(type(module)).__code__.co_names} >= _ASKS
         and "Cross" not in type(module).__name__
         and not getattr(module, "is_cross_attention", False)
     ]
@@ -203,11 +217,11 @@ def _layers(base: PreTrainedModel) -> list[nn.Module]:
 
 
 def _biased(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if _NAME in module._modules]
+    return [module for module in _modules(model) if _NAME in module._modules]
 
 
-def _source(module: nn.Module) -> Callable:
-    return inspect.unwrap(type(module).forward)
+def _source(layer: type[nn.Module]) -> Callable:
+    return inspect.unwrap(layer.forward)
 
 
 def _device(layer: nn.Module) -> torch.device:
@@ -243,6 +257,12 @@ def _bias(
     if getattr(config, "reorder_and_upcast_attn", False):
         raise ValueError("reorder_and_upcast_attn=True goes around the attention interface")
     length = config.max_position_embeddings if max_length is None else max_length
+    window = getattr(layer, "sliding_window", None)
+    if window is not None and isinstance(length, int) and window < length:
+        raise ValueError(
+            f"layers with a sliding window of {window} tokens hide others from a bias of "
+            f"max_length={length}; use max_length={window} at most, or a config without windows"
+        )
     causal = layer.is_causal and getattr(config, "is_causal", True)
     return FastRPB(heads, length, causal=bool(causal), init=init)
 
@@ -263,11 +283,20 @@ class _Overlay(AttentionInterface):
         return partial(_attention, attn_implementation, function)
 
 
-def _overlay(layer: nn.Module) -> None:
-    """Lay an `_Overlay` over the interface in the file of this layer, once."""
-    names = _source(layer).__globals__
-    if not isinstance(names["ALL_ATTENTION_FUNCTIONS"], _Overlay):
-        names["ALL_ATTENTION_FUNCTIONS"] = _Overlay(names["ALL_ATTENTION_FUNCTIONS"])
+class _Overlaid:
+    """An `_Overlay` lies over the interface in the file of these layers, once.
+
+    Every bias holds one: where a model is unpickled, in another process, it is laid again.
+    """
+
+    def __init__(self, layer: type[nn.Module]):
+        self.layer = layer
+        names = _source(layer).__globals__
+        if not isinstance(names["ALL_ATTENTION_FUNCTIONS"], _Overlay):
+            names["ALL_ATTENTION_FUNCTIONS"] = _Overlay(names["ALL_ATTENTION_FUNCTIONS"])
+
+    def __reduce__(self):
+        return _Overlaid, (self.layer,)
 
 
 def _attention(
@@ -282,14 +311,20 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """What the interface asks for: (batch, length, heads, dim), and the weights or None."""
     bias = layer._modules.get(_NAME)
-    if not isinstance(bias, FastRPB | FastRPB2d):
+    if bias is None:
         return function(layer, query, key, value, attention_mask, **settings)
+    if not isinstance(bias, FastRPB | FastRPB2d):
+        raise TypeError(
+            f"a {type(bias).__name__} stands in the place of a bias; leave {_NAME!r} out of PEFT's "
+            "modules_to_save: after get_peft_model, requires_grad_() lets biases train, and save() "
+            "writes them"
+        )
     if implementation not in _IMPLEMENTATIONS:
         raise ValueError(
             f"biases do not go with attn_implementation={implementation!r}; use one of "
             f"{', '.join(_IMPLEMENTATIONS)}"
         )
-    if settings.get("cu_seq_lens_q") is not None or settings.get("cache") is not None:
+    if _packed(implementation, query, attention_mask, settings):
         raise ValueError("biases do not go with sequences packed into one row; pad them instead")
     output, weights = function(layer, query, key, value, attention_mask, **settings)
     value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
@@ -299,57 +334,84 @@ def _attention(
     return output + y.transpose(1, 2).to(output.dtype), weights
 
 
+def _packed(
+    implementation: str, query: Tensor, attention_mask: Tensor | None, settings: dict
+) -> bool:
+    """Whether a row holds several sequences.
+
+    Flash kernels see that by the positions of a batch of one; the masks of the others show it.
+    """
+    if settings.get("cu_seq_lens_q") is not None or settings.get("cache") is not None:
+        return True
+    positions = settings.get("position_ids")
+    if positions is None or attention_mask is not None or not implementation.startswith("flash"):
+        return False
+    if len(query) > 1 or query.shape[2] == 1 or torch.compiler.is_compiling():
+        return False
+    return bool((positions.diff() != 1).any())
+
+
 def _term(
     bias: FastRPB | FastRPB2d, v: Tensor, queries: int, attention_mask: Tensor | None
 ) -> Tensor:
     """W·v for the last `queries` of the tokens so far."""
     n = v.shape[-2]
+    if isinstance(bias, FastRPB) and n > bias.max_length:
+        raise ValueError(
+            f"{n} tokens, those of the cache included, exceed the max_length={bias.max_length} of "
+            "the biases; attach them with a larger one"
+        )
     keep = None if attention_mask is None else _keep(attention_mask, bias).expand(len(v), n)
     if queries == n or isinstance(bias, FastRPB2d):
         return bias(v, keep)
-    positions = torch.arange(n - queries, n, device=v.device)
+    before = n - queries
     if keep is not None:
-        positions = _positions(keep, queries)
+        before = _before(keep, queries)
         v = v.masked_fill(~keep[:, None, :, None], 0)
-    dtype = compute_dtype(bias.w, v)
-    rows = bias.weights(n)[:, torch.arange(n, device=v.device) - positions[:, None] + n - 1]
-    with torch.autocast(v.device.type, enabled=False):
-        return rows.to(dtype) @ v.to(dtype)
+    distances = torch.arange(1 - queries, n, device=v.device) - before
+    weights = bias.weights(n)[:, distances + n - 1]
+    impl = "dense" if queries == 1 else "auto"  # of one token, the matrix is one row
+    return toeplitz_matmul(weights, v, out_length=queries, impl=impl)
 
 
 def _keep(mask: Tensor, bias: FastRPB | FastRPB2d) -> Tensor:
     """Which keys are no padding, (batch, N), of a mask (batch, N) or (batch, 1, M, N).
 
-    The last query sees all of them. One mask goes to all layers: it is looked into once.
+    The last query sees all of them. One mask goes to all layers: it is checked once.
     """
     if mask.dim() == 2:
         return mask.bool()
-    known = getattr(mask, "_fastrpb_keep", None)
-    if known is not None:
-        return known
+    last = mask[:, 0, -1]
+    keep = last if last.dtype == torch.bool else last == 0
+    if torch.compiler.is_compiling():
+        return keep
+    version = 0 if mask.is_inference() else mask._version  # it may be filled anew
+    if getattr(mask, "_fastrpb_checked", None) == version:
+        return keep
     visible = mask if mask.dtype == torch.bool else mask == 0
-    keep = visible[:, 0, -1]
-    if not torch.compiler.is_compiling():
-        expected = keep[:, None, None]
-        if isinstance(bias, FastRPB) and bias.causal:
-            order = torch.arange(mask.shape[-1], device=mask.device)
-            expected = expected & (order <= _positions(keep, mask.shape[-2])[:, None])
-        # Some versions let queries that are padding see everything, since NaN comes of nothing.
-        padding = ~expected.any(-1) & visible.all(-1)
-        if ((visible != expected).any(-1) & ~padding).any():
-            raise ValueError(
-                "biases know padding and causal order, but this attention mask hides other keys "
-                "too (packed sequences, a window or a mask of your own)"
-            )
-        mask._fastrpb_keep = keep  # pyright: ignore[reportAttributeAccessIssue]
+    expected = keep[:, None, None]
+    if isinstance(bias, FastRPB) and bias.causal:
+        queries, n = mask.shape[-2:]
+        order = torch.arange(n, device=mask.device)
+        expected = expected & (order <= order[:queries, None] + _before(keep, queries))
+    # Some versions let queries that are padding see everything, since NaN comes of nothing.
+    padding = ~expected.any(-1) & visible.all(-1)
+    if ((visible != expected).any(-1) & ~padding).any():
+        raise ValueError(
+            "biases know padding and causal order, but this attention mask hides other keys "
+            "too (packed sequences, a window or a mask of your own)"
+        )
+    mask._fastrpb_checked = version  # pyright: ignore[reportAttributeAccessIssue]
     return keep
 
 
-def _positions(keep: Tensor, queries: int) -> Tensor:
-    """Where the queries stand among the keys: they end where the last key is that counts.
+def _before(keep: Tensor, queries: int) -> int | Tensor:
+    """How many keys stand before the first query: the last is where the last key is that counts.
 
     A static cache has empty slots after it.
     """
     n = keep.shape[-1]
-    order = torch.arange(n, device=keep.device)
-    return order if queries == n else order[:queries] + (keep.any(0) * order).max() - queries + 1
+    if queries == n:
+        return 0
+    last = (keep.any(0) * torch.arange(n, device=keep.device)).max()
+    return (last - queries + 1).clamp(min=0)

@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     Cache,
+    GenerationConfig,
     GenerationMixin,
     PreTrainedConfig,
     PreTrainedModel,
@@ -30,15 +31,19 @@ from transformers.utils.generic import can_return_tuple
 
 from fastrpb.model import Encoder, ModelConfig, Stream, head
 
-# Where Transformers has a name of its own. It counts checkpointing among the ways of training, not
-# among a model's settings.
+# Where Transformers has a name of its own.
 _NAMES = {
     "max_length": "max_position_embeddings",
-    "num_classes": "num_labels",
     "dim": "hidden_size",
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
     "mlp_dim": "intermediate_size",
+}
+# Words that mean something else to it, or are no setting of a model.
+_ELSEWHERE = {
+    "max_length": "max_position_embeddings=",
+    "num_classes": "num_labels=",
+    "checkpoint": "model.gradient_checkpointing_enable()",
 }
 _FIELDS = {
     _NAMES.get(field.name, field.name): field
@@ -64,12 +69,12 @@ class FastRPBConfig(PreTrainedConfig):
     model_type = "fastrpb"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
     attribute_map = {  # noqa: RUF012  (Transformers' own annotation)
-        ours: theirs
-        for ours, theirs in _NAMES.items()
-        if theirs in _FIELDS and ours != "max_length"
+        ours: theirs for ours, theirs in _NAMES.items() if ours not in _ELSEWHERE
     }
 
     def __init__(self, vocab_size: int = 256, max_position_embeddings: int = 512, **settings):
+        for ours in _ELSEWHERE.keys() & settings:
+            raise ValueError(f"{ours} is no setting of FastRPBConfig; use {_ELSEWHERE[ours]}")
         settings |= {"vocab_size": vocab_size, "max_position_embeddings": max_position_embeddings}
         for ours, theirs in self.attribute_map.items():
             if ours in settings:
@@ -90,7 +95,17 @@ class FastRPBConfig(PreTrainedConfig):
 
 
 class FastRPBCache(Cache):
-    """A `Stream` a layer: what `generate()` remembers, O(1) a layer but for the bias's history."""
+    """A `Stream` a layer: what `generate()` remembers, O(1) a layer but for the bias's history.
+
+    It is changed in place, and cannot go back to fewer tokens.
+
+    >>> config = FastRPBConfig(hidden_size=32, num_hidden_layers=1, causal=True)
+    >>> model, tokens = FastRPBForCausalLM(config).eval(), torch.randint(256, (2, 10))
+    >>> cache = model(tokens[:, :7], use_cache=True).past_key_values
+    >>> later = model(tokens[:, 7:], past_key_values=cache).logits
+    >>> torch.allclose(later, model(tokens).logits[:, 7:], atol=1e-4), cache.get_seq_length()
+    (True, 10)
+    """
 
     def __init__(self, layers: int):
         super().__init__(layers=[])
@@ -155,8 +170,9 @@ class FastRPBModel(FastRPBPreTrainedModel):
     """Tokens to vectors, and one for the whole: `fastrpb.model.Encoder`.
 
     The mask (batch, length) is 1 for tokens to keep; with padding on the left, positions are
-    counted from the first token kept. A causal linear model with FastRPB or without positions has
-    a cache; others are computed anew for every token that is generated.
+    counted from the first token kept; but RoPE and SPE, and softmax attention's distances to a CLS
+    token, count the padding too. A causal linear model with FastRPB or without positions has a
+    cache; others are computed anew for every token that is generated.
 
     >>> config = FastRPBConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
     >>> FastRPBModel(config)(torch.randint(256, (2, 10))).last_hidden_state.shape
@@ -358,24 +374,12 @@ class FastRPBForCausalLM(_FastRPBForTokens, GenerationMixin):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        past_key_values: FastRPBCache | None = None,
-        use_cache: bool | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
-        output = self.model(
-            input_ids,
-            attention_mask,
-            position_ids,
-            inputs_embeds,
-            past_key_values,
-            use_cache,
-            **kwargs,
-        )
+        output = self.model(input_ids, attention_mask, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept])
         return CausalLMOutputWithPast(
@@ -389,10 +393,15 @@ class FastRPBForCausalLM(_FastRPBForTokens, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # the model makes its own
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs):
-        if not self.config.model_config.streams:
-            kwargs |= {"use_cache": False, "next_sequence_length": None}
-        return super().prepare_inputs_for_generation(input_ids, **kwargs)
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict, *args
+    ) -> None:
+        config = self.config.model_config
+        if not config.streams:
+            generation_config.use_cache = model_kwargs["use_cache"] = False
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = FastRPBCache(config.layers)
 
 
 def _register(models: Sequence[tuple[type, type[FastRPBPreTrainedModel]]]) -> None:
