@@ -104,14 +104,23 @@ def _toeplitz_backward(
 
 @torch.library.custom_op("fastrpb::linear_attention_triton", mutates_args=())
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kind: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    plus: Tensor | None,
+    kind: int,
+    causal: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """Attention + plus, and what its gradients need."""
+    from fastrpb.kernels import causal as causal_attention  # noqa: PLC0415
     from fastrpb.kernels import linear  # noqa: PLC0415
 
     y = _like(v, q.shape[2])
     mask = None if mask is None else mask.contiguous()
-    means, norms, shifts = linear.forward(_rows(q), _rows(k), _rows(v), mask, y, kind)
-    return y, means, norms, shifts
+    plus = None if plus is None else _rows(plus)
+    form = causal_attention if causal else linear
+    return y, form.forward(_rows(q), _rows(k), _rows(v), mask, plus, y, kind)
 
 
 @torch.library.custom_op("fastrpb::linear_attention_triton_backward", mutates_args=())
@@ -121,17 +130,18 @@ def _attention_backward(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    means: Tensor,
-    norms: Tensor,
-    shifts: Tensor,
+    state: list[Tensor],
     kind: int,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    from fastrpb.kernels import causal as causal_attention  # noqa: PLC0415
     from fastrpb.kernels import linear  # noqa: PLC0415
 
     dq, dk, dv = (_like(x, x.shape[2]) for x in (q, k, v))
     mask = None if mask is None else mask.contiguous()
     g, q, k, v = (_rows(x) for x in (g, q, k, v))
-    linear.backward(g, q, k, v, mask, [means, norms, shifts], dq, dk, dv, kind)
+    form = causal_attention if causal else linear
+    form.backward(g, q, k, v, mask, state, dq, dk, dv, kind)
     return dq, dk, dv
 
 
@@ -170,15 +180,14 @@ def _state_width(dim: int) -> int:
 
 
 @_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kind: int):
+def _(q, k, v, mask, plus, kind, causal):
     rows = *k.shape[:2], _state_width(k.shape[3])
-    means = k.new_empty(*rows, _state_width(v.shape[3]), dtype=torch.float32)
-    norms, shifts = (k.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    return _like(v, q.shape[2]), means, norms, shifts
+    shapes = [q.shape[:3]] * 2 if causal else [(*rows, _state_width(v.shape[3])), rows, rows]
+    return _like(v, q.shape[2]), [k.new_empty(x, dtype=torch.float32) for x in shapes]
 
 
 @_attention_backward.register_fake
-def _(g, q, k, v, mask, means, norms, shifts, kind):
+def _(g, q, k, v, mask, state, kind, causal):
     return tuple(_like(x, x.shape[2]) for x in (q, k, v))
 
 
