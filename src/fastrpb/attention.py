@@ -214,7 +214,8 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
-        *gradients, = apply(_FusedGradients, ctx.kind, ctx.causal, g, *ctx.saved_tensors)
+        saved = *ctx.saved_tensors, *(7 - len(ctx.saved_tensors)) * [None]
+        gradients = apply(_FusedGradients, g, *saved, ctx.kind, ctx.causal)
         return *gradients, None, g if ctx.plus else None, None, None
 
     @staticmethod
@@ -226,16 +227,16 @@ class _FusedGradients(torch.autograd.Function):
     """(dq, dk, dv) of ⟨g, attention⟩, given the state that the forward left."""
 
     @staticmethod
-    def forward(kind, causal, g, q, k, v, mask, *state):
+    def forward(g, q, k, v, mask, first, second, third, kind, causal):
+        state = [x for x in (first, second, third) if x is not None]  # one if causal
         return torch.ops.fastrpb.linear_attention_triton_backward(
             g, q, k, v, mask, state, kind, causal
         )
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.kind, ctx.causal, *tensors = inputs
-        ctx.save_for_backward(*tensors[:5])
-        ctx.inputs = len(inputs)
+        ctx.save_for_backward(*inputs[:5])
+        ctx.kind, ctx.causal = inputs[-2:]
 
     @staticmethod
     def backward(ctx, *upstream):
@@ -248,7 +249,7 @@ class _FusedGradients(torch.autograd.Function):
             return torch.func.vjp(attention, q, k, v)[1](g)
 
         second = torch.func.vjp(gradients, *tensors)[1](upstream)
-        return None, None, *second, *(ctx.inputs - 6) * [None]
+        return *second, *6 * [None]
 
     @staticmethod
     def vmap(info, in_dims, *inputs):  # pyright: ignore[reportIncompatibleMethodOverride]

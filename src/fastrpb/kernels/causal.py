@@ -1,22 +1,24 @@
 """Causal linear attention in parts: their sums, a scan over them, then chunk after chunk in each.
 
-Every elementwise map is φ = exp(log φ). A row n sees the columns m <= n with the weights
+A row n sees the columns m <= n, with the weights w_nm = Σ_f φ(a_n)_f φ(b_m)_f: those of its own
+chunk one by one, those before it by sums over all earlier columns,
 
-    w_nm = Σ_f exp(a_nf + b_mf),
+    X_f = Σ_m φ(b_m)_f x_m,    z_f = Σ_m φ(b_m)_f e_m.
 
-of which those of its own chunk are taken one by one, and those before it as sums: of all earlier
-columns X_f = Σ_m exp(b_mf - s_f) x_m and z_f = Σ_m exp(b_mf - s_f) e_m, with s_f the largest so far,
-which the row adds. All exponents are at most 0 once the row has taken off its largest: nothing
-overflows, and no key is lost because a later one is larger.
+φ = exp takes off the largest column so far, s_f, which the rows add, less what they see at most:
+exp(a_nf + s_f - top_n). Only columns of its own chunk that a row does not see can make that large;
+a chunk where they do is taken one column at a time. Then nothing overflows, and no key is lost
+because a later one is larger.
 
-Forward, a and b are of queries and keys, x = v, e = 1, and log Σ_m w_nm is kept. With it taken off
-the queries w is normalised, and with g the gradient of y and c_n = g_n·y_n,
+Forward, rows are queries and columns are keys, x = v and e = 1; top_n is kept. In bfloat16 the
+weights are rounded before they are summed up. With w normalised to Σ_m w_nm = 1, g the gradient of
+y and c_n = g_n·y_n,
 
     d log φ(q_n)_f = Σ_{m<=n} w_nmf (g_n·v_m - c_n),    dv_m = Σ_{n>=m} w_nm g_n,
     d log φ(k_m)_f = Σ_{n>=m} w_nmf (v_m·g_n - c_n),
 
 the first of them as before, the others with the time reversed: keys are rows, queries columns,
-x = g and e = c. O(N) operations; each pass reads its tensors twice.
+x = g and e = c. O(N) operations; each pass reads its columns twice.
 """
 
 import torch
@@ -27,61 +29,53 @@ from torch import Tensor
 from fastrpb.kernels.launch import launch
 from fastrpb.kernels.tiles import (
     HIDDEN,
-    PROGRAMS,
     buffers,
     dot,
+    features,
     kept,
     load,
     load_state,
     log_slope,
     parts_of,
+    rounded,
     sizes,
     store,
     store_state,
     strides,
 )
 
-CHUNK = 16  # the least that tensor cores take
-SUMS = {"CHUNK": 32, "num_warps": 4, "num_stages": 3}
+CHUNK = 64
+SUMS = {"num_warps": 4, "num_stages": 3}
+CHUNKS = {"num_warps": 4, "num_stages": 2}
+PROGRAMS = 528
 SCANNED = 8192  # numbers that a program of the scan holds
+_SAFE = tl.constexpr(40.0)  # exponents far from those that overflow
 
 
 @triton.jit
-def _logs(
-    x,
-    sn,
-    n,
-    count,
-    mask,
-    tops,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KIND: tl.constexpr,
-    MASKED: tl.constexpr,
-    LESS: tl.constexpr,
-):
-    """Rows n of x, log φ of them, less their tops if LESS, and which there are."""
-    keep = kept(mask, n, count, MASKED)
-    rows = load(x, sn, n, keep, DIM, WIDTH).to(tl.float32)
-    logs = rows
-    if KIND == 1:
-        logs = tl.where(rows > 0, tl.log(1 + tl.maximum(rows, 0.0)), rows)
-    if KIND == 2:
-        logs = tl.log(tl.maximum(rows, 0.0) + 1e-3)
-    if LESS:
-        logs -= tl.load(tops + n, mask=keep, other=0.0)[:, None]
-    there = keep[:, None] & (tl.arange(0, WIDTH) < DIM)[None, :]
-    return rows, tl.where(there, logs, HIDDEN), keep
+def _real(keep, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    return keep[:, None] & (tl.arange(0, WIDTH) < DIM)[None, :]
 
 
 @triton.jit
-def _extend(total, norm, shift, logs, scale, x, e, FULL: tl.constexpr):
-    """X, z and s with some more columns, each times its scale."""
-    largest = tl.maximum(shift, tl.max(logs, 0))
-    decay = tl.exp(shift - largest)
-    phi = tl.where(logs > HIDDEN / 2, tl.exp(logs - largest[None, :]), 0.0) * scale[:, None]
-    total = dot(tl.trans(phi), x, total * decay[:, None], FULL)
-    return total, norm * decay + tl.sum(phi * e[:, None], 0), largest
+def _phi(x, real, shift, KIND: tl.constexpr):
+    """φ of columns, less the largest so far; that; and what it makes of earlier ones."""
+    if KIND != 0:
+        return tl.where(real, features(x, KIND), 0.0), shift, tl.full(shift.shape, 1.0, tl.float32)
+    x = tl.where(real, x, HIDDEN)
+    largest = tl.maximum(shift, tl.max(x, 0))
+    return tl.where(real, tl.exp(x - largest[None, :]), 0.0), largest, tl.exp(shift - largest)
+
+
+@triton.jit
+def _bounded_exp(x):
+    return tl.exp(tl.minimum(x, _SAFE, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def _whole(total):
+    """What to divide by, also where there is nothing."""
+    return tl.where(total == 0, 1.0, total)
 
 
 @triton.jit
@@ -126,18 +120,23 @@ def _sums(
     weights += line * columns
     total = tl.zeros((WIDTH, VWIDTH), tl.float32)
     norm = tl.zeros((WIDTH,), tl.float32)
-    shift = tl.full((WIDTH,), HIDDEN, tl.float32)
+    shift = tl.full((WIDTH,), HIDDEN if KIND == 0 else 0.0, tl.float32)
     end = tl.minimum(columns, (part + 1) * share)
     for start in tl.range(part * share, end, CHUNK):
         n = start + tl.arange(0, CHUNK)
-        _, logs, keep = _logs(b, bn, n, end, mask, tops, DIM, WIDTH, KIND, MASKED, REVERSE)
-        scale = tl.full((CHUNK,), 1.0, tl.float32)
-        e = scale
+        keep = kept(mask, n, end, MASKED and not REVERSE)
+        right = load(b, bn, n, keep, DIM, WIDTH).to(tl.float32)
+        theirs = load(x, xn, n, keep, VDIM, VWIDTH)
         if REVERSE:
-            scale = 1 / tl.load(wholes + n, mask=keep, other=1.0)
-            e = tl.load(weights + n, mask=keep, other=0.0)
-        values = load(x, xn, n, keep, VDIM, VWIDTH)
-        total, norm, shift = _extend(total, norm, shift, logs, scale, values, e, FULL)
+            right -= tl.load(tops + n, mask=keep, other=0.0)[:, None]
+        phi, shift, decay = _phi(right, _real(keep, DIM, WIDTH), shift, KIND)
+        if REVERSE:
+            phi *= (1 / tl.load(wholes + n, mask=keep, other=1.0))[:, None]
+        weighted = phi
+        if REVERSE:
+            weighted *= tl.load(weights + n, mask=keep, other=0.0)[:, None]
+        norm = norm * decay + tl.sum(weighted, 0)
+        total = dot(tl.trans(phi), theirs, total * decay[:, None], FULL)
     at = line * tl.num_programs(0) + part
     store_state(sums, norms, at, total, norm, WIDTH, VWIDTH)
     tl.store(shifts + at * WIDTH + tl.arange(0, WIDTH), shift)
@@ -185,6 +184,47 @@ def _scan(
 
 
 @triton.jit
+def _output_by_columns(
+    rows,
+    total,
+    norm,
+    shift,
+    k,
+    kn,
+    v,
+    vn,
+    mask,
+    start,
+    columns,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VDIM: tl.constexpr,
+    VWIDTH: tl.constexpr,
+    FULL: tl.constexpr,
+    MASKED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """w·v, Σ w and top of a chunk, φ = exp, one column after the other."""
+    far = rows + shift[None, :]
+    top = tl.maximum(tl.max(far, 1), HIDDEN / 2)  # above what is hidden
+    far = tl.exp(far - top[:, None])
+    out = dot(far, total, tl.zeros((CHUNK, VWIDTH), tl.float32), FULL)
+    whole = tl.sum(far * norm[None, :], 1)
+    for m in tl.range(0, CHUNK):
+        n = start + m + tl.arange(0, 1)
+        keep = kept(mask, n, columns, MASKED)
+        sees = (tl.arange(0, CHUNK) >= m)[:, None] & keep[:, None]
+        x = tl.where(sees, rows + load(k, kn, n, keep, DIM, WIDTH).to(tl.float32), HIDDEN)
+        higher = tl.maximum(top, tl.max(x, 1))
+        weight, decay = tl.sum(tl.exp(x - higher[:, None]), 1), tl.exp(top - higher)
+        values = load(v, vn, n, keep, VDIM, VWIDTH).to(tl.float32)
+        out = out * decay[:, None] + weight[:, None] * values
+        whole = whole * decay + weight
+        top = higher
+    return out, whole, top
+
+
+@triton.jit
 def _output(
     q,
     k,
@@ -193,7 +233,6 @@ def _output(
     plus,
     y,
     tops,
-    wholes,
     sums,
     norms,
     shifts,
@@ -226,7 +265,7 @@ def _output(
     PLUS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Of one part y = w·v / Σ w + plus, and Σ w with the logarithm taken off it."""
+    """Of one part y = w·v / Σ w + plus, and top."""
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     line = batch * heads + head
@@ -237,36 +276,122 @@ def _output(
     y += batch * yb + head * yh
     mask += batch * columns
     tops += line * rows
-    wholes += line * rows
     at = line * tl.num_programs(0) + part
     total, norm = load_state(sums, norms, at, WIDTH, VWIDTH)
     shift = tl.load(shifts + at * WIDTH + tl.arange(0, WIDTH))
     i = tl.arange(0, CHUNK)
-    visible = (i[:, None] >= i[None, :])[:, :, None]
-    one = tl.full((CHUNK,), 1.0, tl.float32)
+    visible = i[:, None] >= i[None, :]
     for start in tl.range(part * share, tl.minimum(rows, (part + 1) * share), CHUNK):
         n = start + i
-        _, a, _ = _logs(q, qn, n, rows, mask, tops, DIM, WIDTH, KIND, False, False)
-        _, b, keep = _logs(k, kn, n, columns, mask, tops, DIM, WIDTH, KIND, MASKED, False)
+        left = load(q, qn, n, n < rows, DIM, WIDTH).to(tl.float32)
+        keep = kept(mask, n, columns, MASKED)
+        right = load(k, kn, n, keep, DIM, WIDTH).to(tl.float32)
         values = load(v, vn, n, keep, VDIM, VWIDTH)
-        near = tl.where(visible, a[:, None, :] + b[None, :, :], HIDDEN)
-        far = a + shift[None, :]
-        top = tl.maximum(tl.max(tl.max(near, 2), 1), tl.max(far, 1))
-        top = tl.maximum(top, HIDDEN / 2)  # above what is hidden
-        weight = tl.sum(tl.exp(near - top[:, None, None]), 2)
-        far = tl.exp(far - top[:, None])
-        out = dot(far, total, tl.zeros((CHUNK, VWIDTH), tl.float32), FULL)
+        mine, theirs = _real(n < rows, DIM, WIDTH), _real(keep, DIM, WIDTH)
+        phi, largest, decay = _phi(right, theirs, shift, KIND)
+        top = tl.zeros((CHUNK,), tl.float32)
+        if KIND == 0:
+            left = tl.where(mine, left, HIDDEN)
+            seen = tl.maximum(shift[None, :], tl.where(theirs, right, HIDDEN))
+            top = tl.maximum(tl.max(left + seen, 1), HIDDEN / 2)  # above what is hidden
+            lift = left + largest[None, :] - top[:, None]
+            queries = _bounded_exp(lift)
+        else:
+            queries = tl.where(mine, features(left, KIND), 0.0)
+        queries, phi = rounded(queries, values), rounded(phi, values)
+        weight = dot(queries, tl.trans(phi), tl.zeros((CHUNK, CHUNK), tl.float32), FULL)
+        weight = rounded(tl.where(visible, weight, 0.0), values)
+        out = dot(queries, total * decay[:, None], tl.zeros((CHUNK, VWIDTH), tl.float32), FULL)
         out = dot(weight, values, out, FULL)
-        whole = tl.sum(far * norm[None, :], 1) + tl.sum(weight, 1)
-        sees = whole > 0
-        whole = tl.where(sees, whole, 1.0)
-        out *= (1 / whole)[:, None]
+        whole = tl.sum(queries.to(tl.float32) * (norm * decay)[None, :], 1)
+        whole += tl.sum(weight.to(tl.float32), 1)
+        if KIND == 0:
+            if tl.max(tl.max(lift, 1), 0) > _SAFE:
+                out, whole, top = _output_by_columns(
+                    left,
+                    total,
+                    norm,
+                    shift,
+                    k,
+                    kn,
+                    v,
+                    vn,
+                    mask,
+                    start,
+                    columns,
+                    DIM,
+                    WIDTH,
+                    VDIM,
+                    VWIDTH,
+                    FULL,
+                    MASKED,
+                    CHUNK,
+                )
+        out *= (1 / _whole(whole))[:, None]
         if PLUS:
             out += load(plus, pn, n, n < rows, VDIM, VWIDTH).to(tl.float32)
         store(y, yn, n, rows, out, VDIM, VWIDTH)
-        tl.store(tops + n, tl.where(sees, top, 0.0), mask=n < rows)
-        tl.store(wholes + n, whole, mask=n < rows)
-        total, norm, shift = _extend(total, norm, shift, b, one, values, one, FULL)
+        tl.store(tops + n, tl.where(whole == 0, 0.0, top), mask=n < rows)
+        norm = norm * decay + tl.sum(phi.to(tl.float32), 0)
+        total = dot(tl.trans(phi), values, total * decay[:, None], FULL)
+        shift = largest
+
+
+@triton.jit
+def _gradients_by_columns(
+    rows,
+    mine,
+    total,
+    norm,
+    shift,
+    b,
+    bn,
+    x,
+    xn,
+    mask,
+    tops,
+    wholes,
+    weights,
+    start,
+    columns,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VDIM: tl.constexpr,
+    VWIDTH: tl.constexpr,
+    FULL: tl.constexpr,
+    MASKED: tl.constexpr,
+    REVERSE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """d log φ·Σ w, w·x, Σ w and c of a chunk, φ = exp, one column after the other."""
+    far = tl.exp(rows + shift[None, :])
+    across = dot(mine, tl.trans(total), tl.zeros((CHUNK, WIDTH), tl.float32), FULL)
+    if REVERSE:
+        across -= norm[None, :]
+    change, mean = far * across, far * norm[None, :]
+    out = dot(far, total, tl.zeros((CHUNK, VWIDTH), tl.float32), FULL)
+    i = tl.arange(0, CHUNK)
+    for m in tl.range(0, CHUNK):
+        n = start + m + tl.arange(0, 1)
+        keep = kept(mask, n, columns, MASKED and not REVERSE)
+        right = load(b, bn, n, keep, DIM, WIDTH).to(tl.float32)
+        theirs = load(x, xn, n, keep, VDIM, VWIDTH).to(tl.float32)
+        product = tl.sum(mine.to(tl.float32) * theirs, 1)[:, None]
+        if REVERSE:
+            right -= tl.load(tops + n, mask=keep, other=0.0)[:, None]
+            product -= tl.load(weights + n, mask=keep, other=0.0)[:, None]
+        sees = (i <= m if REVERSE else i >= m)[:, None] & keep[:, None]
+        weight = tl.exp(tl.where(sees, rows + right, HIDDEN))
+        if REVERSE:
+            weight *= 1 / tl.load(wholes + n, mask=keep, other=1.0)[:, None]
+        change += weight * product
+        mean += weight
+        out += tl.sum(weight, 1)[:, None] * theirs
+    whole = _whole(tl.sum(mean, 1))
+    c = tl.sum(change, 1) / whole
+    if not REVERSE:
+        change -= mean * c[:, None]
+    return change, out, whole, c
 
 
 @triton.jit
@@ -317,7 +442,7 @@ def _gradients(
     REVERSE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Of one part dq and c, or, REVERSE, dk and dv."""
+    """Of one part dq, Σ w and c, or, REVERSE, dk and dv."""
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     line = batch * heads + head
@@ -340,40 +465,87 @@ def _gradients(
     begin = part * share
     chunks = tl.cdiv(tl.minimum(share, length - begin), CHUNK)
     for step in tl.range(0, chunks):
-        n = begin + (chunks - 1 - step if REVERSE else step) * CHUNK + i
-        raw, left, keep = _logs(
-            a, an, n, rows, mask, tops, DIM, WIDTH, KIND, MASKED and REVERSE, not REVERSE
-        )
-        _, right, there = _logs(
-            b, bn, n, columns, mask, tops, DIM, WIDTH, KIND, MASKED and not REVERSE, REVERSE
-        )
+        start = begin + (chunks - 1 - step if REVERSE else step) * CHUNK
+        n = start + i
+        keep = kept(mask, n, rows, MASKED and REVERSE)
+        there = kept(mask, n, columns, MASKED and not REVERSE)
+        raw = load(a, an, n, keep, DIM, WIDTH).to(tl.float32)
+        right = load(b, bn, n, there, DIM, WIDTH).to(tl.float32)
         mine = load(u, un, n, keep, VDIM, VWIDTH)
         theirs = load(x, xn, n, there, VDIM, VWIDTH)
-        scale = 1 / tl.load(wholes + n, mask=n < queries, other=1.0)
-        e = tl.full((CHUNK,), 1.0, tl.float32)
-        near = tl.exp(tl.where(visible[:, :, None], left[:, None, :] + right[None, :, :], HIDDEN))
-        far = tl.exp(left + shift[None, :])
-        if REVERSE:
-            e = tl.load(weights + n, mask=there, other=0.0)
-            near *= scale[None, :, None]
+        top = tl.load(tops + n, mask=n < queries, other=0.0)[:, None]
+        left = raw
+        if KIND == 0:
+            if REVERSE:
+                right -= top
+            else:
+                left -= top
+        phi, largest, decay = _phi(right, _real(there, DIM, WIDTH), shift, KIND)
+        if KIND == 0:
+            left = tl.where(_real(keep, DIM, WIDTH), left, HIDDEN)
+            lift = left + largest[None, :]
+            near = _bounded_exp(lift)
         else:
-            near *= scale[:, None, None]
-            far *= scale[:, None]
-            scale = e
-        products = dot(mine, tl.trans(theirs), tl.zeros((CHUNK, CHUNK), tl.float32), FULL)
-        across = dot(mine, tl.trans(total), tl.zeros((CHUNK, WIDTH), tl.float32), FULL)
-        change = tl.sum(near * products[:, :, None], 1) + far * across
-        mean = tl.sum(near * e[None, :, None], 1) + far * norm[None, :]
+            near = tl.where(_real(keep, DIM, WIDTH), features(left, KIND), 0.0)
         if REVERSE:
-            out = dot(far, total, tl.zeros((CHUNK, VWIDTH), tl.float32), FULL)
-            out = dot(tl.sum(near, 2), theirs, out, FULL)
+            phi *= 1 / tl.load(wholes + n, mask=there, other=1.0)[:, None]
+        before, lowered = total * decay[:, None], norm * decay
+        weight = dot(near, tl.trans(phi), tl.zeros((CHUNK, CHUNK), tl.float32), FULL)
+        weight = tl.where(visible, weight, 0.0)
+        products = dot(mine, tl.trans(theirs), tl.zeros((CHUNK, CHUNK), tl.float32), FULL)
+        across = dot(mine, tl.trans(before), tl.zeros((CHUNK, WIDTH), tl.float32), FULL)
+        whole = tl.full((CHUNK,), 1.0, tl.float32)
+        out = tl.zeros((CHUNK, VWIDTH), tl.float32)
+        weighted = phi
+        if REVERSE:
+            c = tl.load(weights + n, mask=there, other=0.0)
+            products -= c[None, :]
+            across -= lowered[None, :]
+            out = dot(weight, theirs, dot(near, before, out, FULL), FULL)
+            weighted *= c[:, None]
+        else:
+            whole = _whole(tl.sum(weight, 1) + tl.sum(near * lowered[None, :], 1))
+            c = (tl.sum(weight * products, 1) + tl.sum(near * across, 1)) / whole
+            products -= c[:, None]
+            across -= c[:, None] * lowered[None, :]
+        change = near * dot(tl.where(visible, products, 0.0), phi, across, FULL)
+        if KIND == 0:
+            if tl.max(tl.max(lift, 1), 0) > _SAFE:
+                change, out, whole, c = _gradients_by_columns(
+                    left,
+                    mine,
+                    total,
+                    norm,
+                    shift,
+                    b,
+                    bn,
+                    x,
+                    xn,
+                    mask,
+                    tops,
+                    wholes,
+                    weights,
+                    start,
+                    columns,
+                    DIM,
+                    WIDTH,
+                    VDIM,
+                    VWIDTH,
+                    FULL,
+                    MASKED,
+                    REVERSE,
+                    CHUNK,
+                )
+        if REVERSE:
             store(dx, dxn, n, rows, out, VDIM, VWIDTH)
         else:
-            c = tl.sum(change, 1)
+            change /= whole[:, None]
+            tl.store(wholes + n, whole, mask=n < rows)
             tl.store(weights + n, c, mask=n < rows)
-            mean *= c[:, None]
-        store(da, dan, n, rows, (change - mean) * log_slope(raw, KIND), DIM, WIDTH)
-        total, norm, shift = _extend(total, norm, shift, right, scale, theirs, e, FULL)
+        store(da, dan, n, rows, change * log_slope(raw, KIND), DIM, WIDTH)
+        norm = norm * decay + tl.sum(weighted, 0)
+        total = dot(tl.trans(phi), theirs, before, FULL)
+        shift = largest
 
 
 def _before(
@@ -400,12 +572,9 @@ def _before(
     return out
 
 
-def _tile(options: dict) -> dict:
-    return {"CHUNK": CHUNK, "num_warps": 4 if options["WIDTH"] <= 64 else 8, "num_stages": 2}
-
-
-def _cut(length: int, batch_heads: int) -> tuple[int, int]:
-    return parts_of(length, batch_heads, max(CHUNK, SUMS["CHUNK"]), PROGRAMS)
+def _tile(q: Tensor, v: Tensor) -> dict:
+    wide = max(q.shape[3], v.shape[3]) > 64
+    return CHUNKS | {"num_warps": 8} if wide else CHUNKS
 
 
 def forward(
@@ -417,18 +586,18 @@ def forward(
     y: Tensor,
     kind: int,
 ) -> list[Tensor]:
-    """Fill y; returns two (batch, heads, M) of which Σ w is the product, exp of the first."""
+    """Fill y; returns top (batch, heads, M), which the gradients need."""
     (batch, heads, m, _), n = q.shape, k.shape[2]
-    state = [torch.empty(batch, heads, m, dtype=torch.float32, device=q.device) for _ in range(2)]
-    options = sizes(q, v, kind) | {"MASKED": mask is not None}
-    cut = _cut(m, batch * heads)
-    before = _before(k, v, mask, [*state, state[0]], cut, options | {"REVERSE": False})
+    tops = torch.empty(batch, heads, m, dtype=torch.float32, device=q.device)
+    options = sizes(q, v, kind) | {"MASKED": mask is not None, "CHUNK": CHUNK}
+    cut = parts_of(m, batch * heads, CHUNK, PROGRAMS)
+    before = _before(k, v, mask, 3 * [tops], cut, options | {"REVERSE": False})
     added = y if plus is None else plus
-    tensors = q, k, v, k if mask is None else mask, added, y, *state, *before
+    tensors = q, k, v, k if mask is None else mask, added, y, tops, *before
     numbers = heads, m, n, cut[1], *strides(q, k, v, added, y)
-    options |= {"PLUS": plus is not None, **_tile(options)}
+    options |= {"PLUS": plus is not None, **_tile(q, v)}
     launch(_output, (cut[0], heads, batch), *tensors, *numbers, **options)
-    return state
+    return [tops]
 
 
 def backward(
@@ -444,8 +613,8 @@ def backward(
     kind: int,
 ) -> None:
     """Fill dq, dk and dv."""
-    options = sizes(q, v, kind)
-    queries = [*state, torch.empty_like(state[0])]
+    options = sizes(q, v, kind) | {"MASKED": mask is not None, "CHUNK": CHUNK}
+    queries = [*state, *(torch.empty_like(state[0]) for _ in range(2))]
     _half(q, g, k, v, mask, queries, dq, dv, options | {"REVERSE": False})
     _half(k, v, q, g, mask, queries, dk, dv, options | {"REVERSE": True})
 
@@ -463,11 +632,8 @@ def _half(
 ) -> None:
     (batch, heads, rows, _), columns = a.shape, b.shape[2]
     length = max(rows, columns)
-    cut = _cut(length, batch * heads)
-    masked = {"MASKED": mask is not None}
-    seen = masked | {"MASKED": mask is not None and not options["REVERSE"]}
-    before = _before(b, x, mask, queries, cut, options | seen)
+    cut = parts_of(length, batch * heads, CHUNK, PROGRAMS)
+    before = _before(b, x, mask, queries, cut, options)
     tensors = a, u, b, x, a if mask is None else mask, *queries, da, dx, *before
     numbers = heads, rows, columns, cut[1], length, *strides(a, u, b, x, da, dx)
-    tile = masked | _tile(options)
-    launch(_gradients, (cut[0], heads, batch), *tensors, *numbers, **options, **tile)
+    launch(_gradients, (cut[0], heads, batch), *tensors, *numbers, **options, **_tile(a, u))

@@ -21,7 +21,6 @@ from torch import Tensor
 from fastrpb.kernels.launch import launch
 from fastrpb.kernels.tiles import (
     HIDDEN,
-    PROGRAMS,
     buffers,
     dot,
     features,
@@ -31,17 +30,17 @@ from fastrpb.kernels.tiles import (
     log_slope,
     parts_of,
     rest,
+    rounded,
     sizes,
     store,
     store_state,
     strides,
 )
 
-STATE = {"RUN": True, "ROUND": True, "BLOCK": 64, "num_warps": 4, "num_stages": 3}
-OUTPUT = {"ROUND": True, "BLOCK": 64, "num_warps": 4, "num_stages": 3}
+STATE = {"BLOCK": 32, "num_warps": 4, "num_stages": 4}
+OUTPUT = {"BLOCK": 64, "num_warps": 4, "num_stages": 2}
 GRADIENTS = {"BLOCK": 64, "num_warps": 4, "num_stages": 2}
-STATE_PROGRAMS = 528
-OUTPUT_PROGRAMS = 1056
+STATE_PROGRAMS, OUTPUT_PROGRAMS, GRADIENT_PROGRAMS = 528, 2112, 1056  # fill a large GPU
 
 
 @triton.jit
@@ -84,8 +83,6 @@ def _state(
     KIND: tl.constexpr,
     FULL: tl.constexpr,
     MASKED: tl.constexpr,
-    RUN: tl.constexpr,
-    ROUND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Σ φ(k)vᵀ and Σ φ(k) over a share of the keys, φ = exp less its largest key."""
@@ -95,8 +92,8 @@ def _state(
     mask += b * count
     f = tl.arange(0, WIDTH)
     end = tl.minimum(count, (part + 1) * share)
-    shift = tl.full((WIDTH,), HIDDEN if KIND == 0 else 0.0, tl.float32)
-    if KIND == 0 and not RUN:
+    shift = tl.zeros((WIDTH,), tl.float32)
+    if KIND == 0:  # a second read is faster than to take the largest so far off, block by block
         highest = tl.full((BLOCK, WIDTH), HIDDEN, tl.float32)
         for start in tl.range(part * share, end, BLOCK):
             n = start + tl.arange(0, BLOCK)
@@ -105,35 +102,22 @@ def _state(
             highest = tl.maximum(highest, tl.where(keep[:, None], x, HIDDEN))
         shift = tl.max(highest, 0)
     total = tl.zeros((WIDTH, VWIDTH), tl.float32)
-    norm = tl.zeros((WIDTH,), tl.float32)
-    norms2 = tl.zeros((BLOCK, WIDTH), tl.float32)
+    norm = tl.zeros((BLOCK, WIDTH), tl.float32)
     for start in tl.range(part * share, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
         keep = kept(mask, n, end, MASKED)
         x = load(k, kn, n, keep, DIM, WIDTH).to(tl.float32)
+        values = load(v, vn, n, keep, VDIM, VWIDTH)
         if KIND == 0:
-            if RUN:
-                largest = tl.maximum(shift, tl.max(tl.where(keep[:, None], x, HIDDEN), 0))
-                decay = tl.exp(shift - largest)
-                total *= decay[:, None]
-                norm *= decay
-                shift = largest
-            phi = tl.where(keep[:, None], tl.exp(x - shift[None, :]), 0.0)
+            phi = tl.exp(tl.where(keep[:, None], x - shift[None, :], HIDDEN))
         else:
             phi = tl.where(keep[:, None], features(x, KIND), 0.0)
-        values = load(v, vn, n, keep, VDIM, VWIDTH)
-        if values.dtype == tl.bfloat16 and ROUND:
-            phi = phi.to(tl.bfloat16)
-        if RUN:
-            norm += tl.sum(phi.to(tl.float32), 0)
-        else:
-            norms2 += phi.to(tl.float32)
+        phi = rounded(phi, values)
+        norm += phi.to(tl.float32)
         total = dot(tl.trans(phi), values, total, FULL)
-    if not RUN:
-        norm = tl.sum(norms2, 0)
     at = (b * heads + h) * tl.num_programs(0) + part
-    # Padding has no weight.
-    store_state(means, norms, at, total, tl.where(f < DIM, norm, 0.0), WIDTH, VWIDTH)
+    norm = tl.where(f < DIM, tl.sum(norm, 0), 0.0)  # padding has no weight
+    store_state(means, norms, at, total, norm, WIDTH, VWIDTH)
     tl.store(shifts + at * WIDTH + f, shift)
 
 
@@ -211,7 +195,6 @@ def _output(
     KIND: tl.constexpr,
     FULL: tl.constexpr,
     PLUS: tl.constexpr,
-    ROUND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """y = p·u + plus."""
@@ -229,7 +212,7 @@ def _output(
         x = load(q, qn, n, n < end, DIM, WIDTH).to(tl.float32)
         weight = _query_weights(x, z, shift, DIM, WIDTH, KIND)
         out = tl.zeros((BLOCK, VWIDTH), tl.float32)
-        if y.dtype.element_ty == tl.bfloat16 and ROUND:
+        if y.dtype.element_ty == tl.bfloat16:
             weight = weight.to(tl.bfloat16)
             out = tl.dot(weight, u_high, tl.dot(weight, u_low, out))
         else:
@@ -426,14 +409,14 @@ def backward(
     """Fill dq, dk and dv."""
     (batch, heads, n, _), m = k.shape, q.shape[2]
     constants = sizes(q, v, kind)
-    parts, share = parts_of(m, batch * heads, GRADIENTS["BLOCK"], PROGRAMS)
+    parts, share = parts_of(m, batch * heads, GRADIENTS["BLOCK"], GRADIENT_PROGRAMS)
     d_sums, d_norms = buffers(q, parts, constants)
     tensors = q, g, dq, *state, d_sums, d_norms
     numbers = heads, m, share, *strides(q, g, dq)
     options = {**constants, **GRADIENTS}
     launch(_query_gradients, (parts, heads, batch), *tensors, *numbers, **options)
     d_state = _merged(d_sums, d_norms, None, constants)
-    parts, share = parts_of(n, batch * heads, GRADIENTS["BLOCK"], PROGRAMS)
+    parts, share = parts_of(n, batch * heads, GRADIENTS["BLOCK"], GRADIENT_PROGRAMS)
     tensors = k, v, k if mask is None else mask, dk, dv, *state, *d_state
     numbers = heads, n, share, *strides(k, v, dk, dv)
     options = {**constants, "MASKED": mask is not None, **GRADIENTS}

@@ -6,13 +6,18 @@ import triton.language as tl
 from torch import Tensor
 
 HIDDEN = tl.constexpr(-1e30)  # below any logarithm of a feature, yet finite
-PROGRAMS = 1056  # fill a large GPU
 
 
 @triton.jit
 def rest(x, high):
     """What bfloat16 leaves of x."""
     return (x.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def rounded(x, like):
+    """Weights in bfloat16 where that is the precision of what they are weights of."""
+    return x.to(tl.bfloat16) if like.dtype == tl.bfloat16 else x
 
 
 @triton.jit
