@@ -10,11 +10,10 @@ from torch import Tensor
 
 from fastrpb.kernels.launch import launch
 
-TILE, COLUMNS = 16384, 64  # numbers of a tile of `_sums`, and the most columns
+SUMS = {"BK": 128, "num_warps": 4, "num_stages": 3}
+COLUMNS = 64  # the most that a program sums up
 PROGRAMS = 528  # to fill a large GPU
 ROWS, WIDE = 4, 32  # of a tile of `_spread`
-TUNE = {}
-STUNE = {}
 
 
 @triton.jit
@@ -32,28 +31,31 @@ def _sums(
     vn,
     DIM: tl.constexpr,
     D: tl.constexpr,
-    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
 ):
-    """The sums of a band of rows within a group of columns."""
+    """The sums of a band of rows within a group of columns, by a matrix of zeros and ones."""
     group, band = tl.program_id(0) % groups, tl.program_id(0) // groups
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    v += b * vb + h * vh
+    top, left = band * share, group * COLUMNS
+    v += b * vb + h * vh + (top * width + left) * vn
     parts += (b * heads + h) * (groups * height + bands * width) * DIM
-    j = group * COLUMNS + tl.arange(0, COLUMNS)
-    d = tl.arange(0, D)[None, :]
-    column = tl.zeros((COLUMNS, D), tl.float32)
-    end = tl.minimum(height, (band + 1) * share)
-    for start in tl.range(band * share, end, ROWS):
-        i = start + tl.arange(0, ROWS)
-        n = (i[:, None] * width + j[None, :])[:, :, None].to(tl.int64)
-        inside = (i < end)[:, None, None] & (j < width)[None, :, None] & (d < DIM)[:, None, :]
-        pixels = tl.load(v + n * vn + d[:, None, :], mask=inside, other=0.0).to(tl.float32)
-        column += tl.sum(pixels, 0)
-        at = parts + (group * height + i)[:, None] * DIM + d
-        tl.store(at, tl.sum(pixels, 1), mask=(i < end)[:, None] & (d < DIM))
-    at = parts + (groups * height + band * width + j)[:, None] * DIM + d
-    tl.store(at, column, mask=(j < width)[:, None] & (d < DIM))
+    s, d = tl.arange(0, BM), tl.arange(0, D)[None, :]
+    rows, columns = tl.minimum(share, height - top), tl.minimum(COLUMNS, width - left)
+    acc = tl.zeros((BM, D), tl.float32)
+    for start in tl.range(0, rows * COLUMNS, BK):
+        t = start + tl.arange(0, BK)
+        i, j = t // COLUMNS, t % COLUMNS
+        inside = ((i < rows) & (j < columns))[:, None] & (d < DIM)
+        n = (i * width + j)[:, None].to(tl.int64)
+        pixels = tl.load(v + n * vn + d, mask=inside, other=0.0)
+        ones = s[:, None] == tl.where((s < COLUMNS)[:, None], j[None, :], i[None, :] + COLUMNS)
+        acc = tl.dot(ones.to(pixels.dtype), pixels, acc)
+    at = groups * height + band * width + left + s
+    at = tl.where(s < COLUMNS, at, group * height + top + s - COLUMNS)
+    there = tl.where(s < COLUMNS, s < columns, s - COLUMNS < rows)
+    tl.store(parts + at[:, None] * DIM + d, acc, mask=there[:, None] & (d < DIM))
 
 
 @triton.jit
@@ -117,20 +119,20 @@ def _spread(
 def sums(v: Tensor, height: int, width: int) -> Tensor:
     """(batch, heads, H·W, dim) to float32 (2, batch, heads, max(H, W), dim): rows and columns."""
     batch, heads, _, dim = v.shape
-    side, d = max(height, width), triton.next_power_of_2(dim)
-    columns = min(COLUMNS, triton.next_power_of_2(width))
-    rows, groups = max(1, TILE // (columns * d)), triton.cdiv(width, columns)
-    wanted = max(1, min(PROGRAMS // max(1, batch * heads * groups), triton.cdiv(height, rows)))
-    share = triton.cdiv(triton.cdiv(height, wanted), rows) * rows
+    side, d = max(height, width), max(16, triton.next_power_of_2(dim))
+    columns = min(COLUMNS, max(16, triton.next_power_of_2(width)))
+    groups = triton.cdiv(width, columns)
+    # As many rows as columns at the most: together they are the rows of a tile.
+    wanted = PROGRAMS // max(1, batch * heads * groups)
+    share = min(columns, triton.cdiv(height, max(1, wanted)))
     bands = triton.cdiv(height, share)
-    lines = groups * height + bands * width
-    parts = v.new_empty(batch, heads, lines, dim, dtype=torch.float32)
+    parts = v.new_empty(batch, heads, groups * height + bands * width, dim, dtype=torch.float32)
     numbers = height, width, heads, groups, bands, share, *v.stride()[:3]
-    tile = {"DIM": dim, "D": d, "ROWS": rows}
-    launch(_sums, (groups * bands, heads, batch), v, parts, *numbers, **tile, COLUMNS=columns, **TUNE)
+    tile = {"DIM": dim, "D": d, "COLUMNS": columns, "BM": 2 * columns, **SUMS}
+    launch(_sums, (groups * bands, heads, batch), v, parts, *numbers, **tile)
     out = v.new_empty(2, batch, heads, side, dim, dtype=torch.float32)
     grid = triton.cdiv(side, 16), 2, batch * heads
-    launch(_total, grid, parts, out, height, width, groups, bands, side, **tile | {"ROWS": 16})
+    launch(_total, grid, parts, out, height, width, groups, bands, side, DIM=dim, D=d, ROWS=16)
     return out
 
 
@@ -140,4 +142,4 @@ def spread(x: Tensor, height: int, width: int, y: Tensor) -> None:
     columns = min(WIDE, triton.next_power_of_2(width))
     grid = triton.cdiv(height, ROWS) * triton.cdiv(width, columns), heads, batch
     tile = {"DIM": dim, "D": triton.next_power_of_2(dim), "ROWS": ROWS, "COLUMNS": columns}
-    launch(_spread, grid, x[0], x[1], y, height, width, side, heads, **tile, **STUNE)
+    launch(_spread, grid, x[0], x[1], y, height, width, side, heads, **tile)
