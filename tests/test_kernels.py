@@ -426,12 +426,19 @@ def test_triton_off_the_gpu_raises(call, words, monkeypatch):
         call()
 
 
+def _wide(v, dim):
+    x = v[..., :1].expand(*v.shape[:-1], dim)
+    return linear_attention(x, x, x, phi=sikf, impl="triton")
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda v: toeplitz_matmul(W.to(v), v, impl="triton"), "float64"),
         (lambda v: linear_attention(v, v, v, phi=sikf, impl="triton"), "float64"),
         (lambda v: linear_attention(v, v, v, phi=DPFP(), impl="triton"), "DPFP"),
+        (lambda v: _wide(v.float(), 65), "64 channels.*65 and 65"),
+        (lambda v: _wide(v.half(), 129), "128 channels.*129 and 129"),
         (lambda v: linear_attention(v, v, v, phi=sikf, impl="cuda"), "'cuda'.*auto, torch, triton"),
     ],
 )
@@ -465,6 +472,25 @@ class TestOnAGpu:
         w, v = rand(1, 2 * n - 1), rand(1, 1, n, 64, dtype=torch.bfloat16)
         exact = toeplitz_matmul(w.double(), v.double(), impl="fft")
         assert error(toeplitz_matmul(w, v), exact) < 2 * error(exact.bfloat16(), exact)
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize(("n", "dim"), [(3000, 64), (1000, 128)])
+    def test_linear_attention_at_length(self, n, dim, dtype, causal):
+        q, k, v = (rand(2, 3, n, dim, dtype=dtype) for _ in range(3))
+        wide = [x.double().requires_grad_() for x in (q, k, v)]
+        exact = linear_attention(*wide, phi=sikf, causal=causal)
+        g = rand(*exact.shape, dtype=dtype)
+        wanted = (exact, *torch.autograd.grad(exact, wide, g.double()))
+
+        def errors(impl):
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            y = linear_attention(*inputs, phi=sikf, causal=causal, impl=impl)
+            got = (y, *torch.autograd.grad(y, inputs, g))
+            return [error(a, b) for a, b in zip(got, wanted, strict=True)]
+
+        for fast, plain in zip(errors("auto"), errors("torch"), strict=True):
+            assert fast <= 2 * plain + 2e-7
 
     @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
     def test_cuda_graph(self):

@@ -30,7 +30,7 @@ Phi = FeatureMap | ExpFeatureMap
 AttentionImpl = Literal["auto", "torch", "triton"]
 
 _FUSED = (sikf, elu1, relu)  # the maps that the kernels know, by number
-_FUSED_DIM = 128  # the most channels they take
+_FUSED_DIM, _FUSED_DIM_FLOAT32 = 128, 64  # the most channels that fit into shared memory
 
 _CHUNK = 64  # positions that the causal form handles by their quadratic definition
 
@@ -125,8 +125,8 @@ def linear_attention(
         phi: a feature map, such as `fastrpb.sikf`.
         plus: of the shape and dtype of the result, to be added to it, such as the W·V of
             `FastRPB`; what is fused saves a read and a write that way.
-        impl: "triton" fuses it all on a GPU, for `sikf`, `elu1` and `relu` and up to 128 channels;
-            "torch" computes anything anywhere; "auto" fuses what it can.
+        impl: "triton" fuses it all on a GPU, for `sikf`, `elu1` and `relu` and up to 128 channels (64
+            in float32); "torch" computes anything anywhere; "auto" fuses what it can.
 
     The causal form works in chunks: within one by the quadratic definition, across them by the
     sums so far, one a chunk.
@@ -176,10 +176,11 @@ def _use_triton(impl: str, phi: Phi, q: Tensor, k: Tensor, v: Tensor) -> bool:
         options = ", ".join(get_args(AttentionImpl))
         raise ValueError(f"unknown impl={impl!r}; choose from {options}")
     dims = q.shape[-1], v.shape[-1]
+    most = _FUSED_DIM if v.dtype in ops.HALF else _FUSED_DIM_FLOAT32
     fits = (
         _kind(phi) is not None
         and all(x.dtype in (*ops.HALF, torch.float32) for x in (q, k, v))
-        and 1 <= min(dims) <= max(dims) <= _FUSED_DIM
+        and 1 <= min(dims) <= max(dims) <= most
     )
     if impl != "triton":
         return impl == "auto" and fits and v.is_cuda and ops.INSTALLED and bool(v.numel())
@@ -189,7 +190,7 @@ def _use_triton(impl: str, phi: Phi, q: Tensor, k: Tensor, v: Tensor) -> bool:
         )
     if not fits:
         raise ValueError(
-            f"impl='triton' is for sikf, elu1 or relu, up to {_FUSED_DIM} channels and no float64; "
+            f"impl='triton' is for sikf, elu1 or relu, up to {most} channels, no float64; "
             f"got {type(phi).__name__}, {dims[0]} and {dims[1]} channels, {v.dtype}; "
             "use impl='auto'"
         )

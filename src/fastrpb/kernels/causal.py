@@ -44,9 +44,9 @@ from fastrpb.kernels.tiles import (
     strides,
 )
 
-CHUNK = 64
+CHUNK, GRADIENT_CHUNK = 64, 32
 SUMS = {"num_warps": 4, "num_stages": 3}
-CHUNKS = {"num_warps": 4, "num_stages": 2}
+CHUNKS = {"num_stages": 1}
 PROGRAMS = 528
 SCANNED = 8192  # numbers that a program of the scan holds
 _SAFE = tl.constexpr(40.0)  # exponents far from those that overflow
@@ -68,8 +68,14 @@ def _phi(x, real, shift, KIND: tl.constexpr):
 
 
 @triton.jit
-def _bounded_exp(x):
-    return tl.exp(tl.minimum(x, _SAFE, propagate_nan=tl.PropagateNan.ALL))
+def _is_large(lift, KIND: tl.constexpr):
+    """Whether an exponent of the rows could overflow."""
+    return tl.max(tl.max(lift, 1), 0) > _SAFE if KIND == 0 else False
+
+
+@triton.jit
+def _row_features(lift, real, KIND: tl.constexpr):
+    return tl.where(real, tl.exp(lift) if KIND == 0 else features(lift, KIND), 0.0)
 
 
 @triton.jit
@@ -290,43 +296,42 @@ def _output(
         mine, theirs = _real(n < rows, DIM, WIDTH), _real(keep, DIM, WIDTH)
         phi, largest, decay = _phi(right, theirs, shift, KIND)
         top = tl.zeros((CHUNK,), tl.float32)
+        lift = left
         if KIND == 0:
             left = tl.where(mine, left, HIDDEN)
             seen = tl.maximum(shift[None, :], tl.where(theirs, right, HIDDEN))
             top = tl.maximum(tl.max(left + seen, 1), HIDDEN / 2)  # above what is hidden
             lift = left + largest[None, :] - top[:, None]
-            queries = _bounded_exp(lift)
+        phi = rounded(phi, values)
+        if _is_large(lift, KIND):
+            out, whole, top = _output_by_columns(
+                left,
+                total,
+                norm,
+                shift,
+                k,
+                kn,
+                v,
+                vn,
+                mask,
+                start,
+                columns,
+                DIM,
+                WIDTH,
+                VDIM,
+                VWIDTH,
+                FULL,
+                MASKED,
+                CHUNK,
+            )
         else:
-            queries = tl.where(mine, features(left, KIND), 0.0)
-        queries, phi = rounded(queries, values), rounded(phi, values)
-        weight = dot(queries, tl.trans(phi), tl.zeros((CHUNK, CHUNK), tl.float32), FULL)
-        weight = rounded(tl.where(visible, weight, 0.0), values)
-        out = dot(queries, total * decay[:, None], tl.zeros((CHUNK, VWIDTH), tl.float32), FULL)
-        out = dot(weight, values, out, FULL)
-        whole = tl.sum(queries.to(tl.float32) * (norm * decay)[None, :], 1)
-        whole += tl.sum(weight.to(tl.float32), 1)
-        if KIND == 0:
-            if tl.max(tl.max(lift, 1), 0) > _SAFE:
-                out, whole, top = _output_by_columns(
-                    left,
-                    total,
-                    norm,
-                    shift,
-                    k,
-                    kn,
-                    v,
-                    vn,
-                    mask,
-                    start,
-                    columns,
-                    DIM,
-                    WIDTH,
-                    VDIM,
-                    VWIDTH,
-                    FULL,
-                    MASKED,
-                    CHUNK,
-                )
+            queries = rounded(_row_features(lift, mine, KIND), values)
+            weight = dot(queries, tl.trans(phi), tl.zeros((CHUNK, CHUNK), tl.float32), FULL)
+            weight = rounded(tl.where(visible, weight, 0.0), values)
+            out = dot(queries, total * decay[:, None], tl.zeros((CHUNK, VWIDTH), tl.float32), FULL)
+            out = dot(weight, values, out, FULL)
+            whole = tl.sum(queries.to(tl.float32) * (norm * decay)[None, :], 1)
+            whole += tl.sum(weight.to(tl.float32), 1)
         out *= (1 / _whole(whole))[:, None]
         if PLUS:
             out += load(plus, pn, n, n < rows, VDIM, VWIDTH).to(tl.float32)
@@ -395,7 +400,41 @@ def _gradients_by_columns(
 
 
 @triton.jit
-def _gradients(
+def _gradients_at_once(
+    near,
+    mine,
+    phi,
+    theirs,
+    c,
+    total,
+    norm,
+    visible,
+    FULL: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """The same by products of matrices."""
+    weight = tl.where(
+        visible, dot(near, tl.trans(phi), tl.zeros(visible.shape, tl.float32), FULL), 0.0
+    )
+    products = dot(mine, tl.trans(theirs), tl.zeros(visible.shape, tl.float32), FULL)
+    across = dot(mine, tl.trans(total), tl.zeros(near.shape, tl.float32), FULL)
+    out = tl.zeros(mine.shape, tl.float32)
+    whole = tl.sum(weight, 1) + tl.sum(near * norm[None, :], 1)
+    if REVERSE:
+        products -= c[None, :]
+        across -= norm[None, :]
+        out = dot(weight, theirs, dot(near, total, out, FULL), FULL)
+    else:
+        whole = _whole(whole)
+        c = (tl.sum(weight * products, 1) + tl.sum(near * across, 1)) / whole
+        products -= c[:, None]
+        across -= c[:, None] * norm[None, :]
+    change = near * dot(tl.where(visible, products, 0.0), phi, across, FULL)
+    return change, out, whole, c
+
+
+@triton.jit
+def _gradients(  # noqa: PLR0915  (a kernel is one function)
     a,
     u,
     b,
@@ -446,17 +485,12 @@ def _gradients(
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     line = batch * heads + head
-    a += batch * ab + head * ah
-    u += batch * ub + head * uh
-    b += batch * bb + head * bh
-    x += batch * xb + head * xh
-    da += batch * dab + head * dah
-    dx += batch * dxb + head * dxh
-    mask += batch * (rows if REVERSE else columns)
-    queries = columns if REVERSE else rows
-    tops += line * queries
-    wholes += line * queries
-    weights += line * queries
+    a, u = a + batch * ab + head * ah, u + batch * ub + head * uh
+    b, x = b + batch * bb + head * bh, x + batch * xb + head * xh
+    da, dx = da + batch * dab + head * dah, dx + batch * dxb + head * dxh
+    keys, queries = (rows, columns) if REVERSE else (columns, rows)
+    mask += batch * keys
+    tops, wholes, weights = tops + line * queries, wholes + line * queries, weights + line * queries
     at = line * tl.num_programs(0) + part
     total, norm = load_state(sums, norms, at, WIDTH, VWIDTH)
     shift = tl.load(shifts + at * WIDTH + tl.arange(0, WIDTH))
@@ -481,61 +515,55 @@ def _gradients(
             else:
                 left -= top
         phi, largest, decay = _phi(right, _real(there, DIM, WIDTH), shift, KIND)
+        real = _real(keep, DIM, WIDTH)
+        lift = left
         if KIND == 0:
-            left = tl.where(_real(keep, DIM, WIDTH), left, HIDDEN)
+            left = tl.where(real, left, HIDDEN)
             lift = left + largest[None, :]
-            near = _bounded_exp(lift)
-        else:
-            near = tl.where(_real(keep, DIM, WIDTH), features(left, KIND), 0.0)
+        c = tl.full((CHUNK,), 1.0, tl.float32)
         if REVERSE:
             phi *= 1 / tl.load(wholes + n, mask=there, other=1.0)[:, None]
-        before, lowered = total * decay[:, None], norm * decay
-        weight = dot(near, tl.trans(phi), tl.zeros((CHUNK, CHUNK), tl.float32), FULL)
-        weight = tl.where(visible, weight, 0.0)
-        products = dot(mine, tl.trans(theirs), tl.zeros((CHUNK, CHUNK), tl.float32), FULL)
-        across = dot(mine, tl.trans(before), tl.zeros((CHUNK, WIDTH), tl.float32), FULL)
-        whole = tl.full((CHUNK,), 1.0, tl.float32)
-        out = tl.zeros((CHUNK, VWIDTH), tl.float32)
-        weighted = phi
-        if REVERSE:
             c = tl.load(weights + n, mask=there, other=0.0)
-            products -= c[None, :]
-            across -= lowered[None, :]
-            out = dot(weight, theirs, dot(near, before, out, FULL), FULL)
-            weighted *= c[:, None]
+        weighted = phi * c[:, None]
+        if _is_large(lift, KIND):
+            change, out, whole, c = _gradients_by_columns(
+                left,
+                mine,
+                total,
+                norm,
+                shift,
+                b,
+                bn,
+                x,
+                xn,
+                mask,
+                tops,
+                wholes,
+                weights,
+                start,
+                columns,
+                DIM,
+                WIDTH,
+                VDIM,
+                VWIDTH,
+                FULL,
+                MASKED,
+                REVERSE,
+                CHUNK,
+            )
         else:
-            whole = _whole(tl.sum(weight, 1) + tl.sum(near * lowered[None, :], 1))
-            c = (tl.sum(weight * products, 1) + tl.sum(near * across, 1)) / whole
-            products -= c[:, None]
-            across -= c[:, None] * lowered[None, :]
-        change = near * dot(tl.where(visible, products, 0.0), phi, across, FULL)
-        if KIND == 0:
-            if tl.max(tl.max(lift, 1), 0) > _SAFE:
-                change, out, whole, c = _gradients_by_columns(
-                    left,
-                    mine,
-                    total,
-                    norm,
-                    shift,
-                    b,
-                    bn,
-                    x,
-                    xn,
-                    mask,
-                    tops,
-                    wholes,
-                    weights,
-                    start,
-                    columns,
-                    DIM,
-                    WIDTH,
-                    VDIM,
-                    VWIDTH,
-                    FULL,
-                    MASKED,
-                    REVERSE,
-                    CHUNK,
-                )
+            change, out, whole, c = _gradients_at_once(
+                _row_features(lift, real, KIND),
+                mine,
+                phi,
+                theirs,
+                c,
+                total * decay[:, None],
+                norm * decay,
+                visible,
+                FULL,
+                REVERSE,
+            )
         if REVERSE:
             store(dx, dxn, n, rows, out, VDIM, VWIDTH)
         else:
@@ -544,7 +572,7 @@ def _gradients(
             tl.store(weights + n, c, mask=n < rows)
         store(da, dan, n, rows, change * log_slope(raw, KIND), DIM, WIDTH)
         norm = norm * decay + tl.sum(weighted, 0)
-        total = dot(tl.trans(phi), theirs, before, FULL)
+        total = dot(tl.trans(phi), theirs, total * decay[:, None], FULL)
         shift = largest
 
 
@@ -574,7 +602,7 @@ def _before(
 
 def _tile(q: Tensor, v: Tensor) -> dict:
     wide = max(q.shape[3], v.shape[3]) > 64
-    return CHUNKS | {"num_warps": 8} if wide else CHUNKS
+    return CHUNKS | {"num_warps": 8 if wide else 4}
 
 
 def forward(
@@ -613,7 +641,7 @@ def backward(
     kind: int,
 ) -> None:
     """Fill dq, dk and dv."""
-    options = sizes(q, v, kind) | {"MASKED": mask is not None, "CHUNK": CHUNK}
+    options = sizes(q, v, kind) | {"MASKED": mask is not None, "CHUNK": GRADIENT_CHUNK}
     queries = [*state, *(torch.empty_like(state[0]) for _ in range(2))]
     _half(q, g, k, v, mask, queries, dq, dv, options | {"REVERSE": False})
     _half(k, v, q, g, mask, queries, dk, dv, options | {"REVERSE": True})
@@ -632,7 +660,7 @@ def _half(
 ) -> None:
     (batch, heads, rows, _), columns = a.shape, b.shape[2]
     length = max(rows, columns)
-    cut = parts_of(length, batch * heads, CHUNK, PROGRAMS)
+    cut = parts_of(length, batch * heads, GRADIENT_CHUNK, PROGRAMS)
     before = _before(b, x, mask, queries, cut, options)
     tensors = a, u, b, x, a if mask is None else mask, *queries, da, dx, *before
     numbers = heads, rows, columns, cut[1], length, *strides(a, u, b, x, da, dx)

@@ -355,11 +355,7 @@ class _Blocked:
         self.first = new(1, 2 * outer, outer)
         launch(
             _waves,
-            (
-                triton.cdiv(outer, 256),
-                2 * outer,
-                1,
-            ),
+            (triton.cdiv(outer, 256), 2 * outer, 1),
             self.first,
             outer,
             outer,
@@ -373,11 +369,7 @@ class _Blocked:
             self.second = new(outer, 2 * inner, 2 * inner)
             launch(
                 _waves,
-                (
-                    triton.cdiv(2 * inner, 256),
-                    2 * inner,
-                    outer,
-                ),
+                (triton.cdiv(2 * inner, 256), 2 * inner, outer),
                 self.second,
                 inner,
                 2 * inner,
@@ -398,11 +390,7 @@ class _Blocked:
         folded = w.new_empty(heads, 2 * size, 4 * blocks)
         launch(
             _fold,
-            (
-                triton.cdiv(4 * blocks, TILE),
-                2 * size // TILE,
-                heads,
-            ),
+            (triton.cdiv(4 * blocks, TILE), 2 * size // TILE, heads),
             w,
             folded,
             distances,
@@ -416,11 +404,7 @@ class _Blocked:
         table = w.new_empty(heads, blocks, 2, COPIES, 2 * size, dtype=torch.float16)
         launch(
             _tabulate,
-            (
-                triton.cdiv(blocks, TILE),
-                2 * size // TILE,
-                heads,
-            ),
+            (triton.cdiv(blocks, TILE), 2 * size // TILE, heads),
             spectra,
             top,
             table,
@@ -439,11 +423,7 @@ class _Blocked:
         spectra = sums.new_zeros(heads, 2 * size, 2 * blocks + 1, 2)
         launch(
             _untabulate,
-            (
-                triton.cdiv(blocks, TILE),
-                2 * size // TILE,
-                heads,
-            ),
+            (triton.cdiv(blocks, TILE), 2 * size // TILE, heads),
             sums,
             spectra,
             self.outer,
@@ -456,10 +436,7 @@ class _Blocked:
         dw = sums.new_empty(heads, distances)
         launch(
             _unfold,
-            (
-                triton.cdiv(distances, 256),
-                heads,
-            ),
+            (triton.cdiv(distances, 256), heads),
             folded,
             norm,
             dw,
@@ -503,11 +480,7 @@ class _Blocked:
         tiles = triton.cdiv(rows, tile["BM"]) * triton.cdiv(length * dim, tile["BN"])
         launch(
             _mix,
-            (
-                tiles,
-                groups * batch,
-                heads,
-            ),
+            (tiles, groups * batch, heads),
             matrix,
             x,
             y,
@@ -600,11 +573,7 @@ def gradients(w: Tensor, v: Tensor, g: Tensor, dv: Tensor, first: int) -> Tensor
         batch, some, _, dim = xs.shape
         launch(
             _block_lags,
-            (
-                2 * ways,
-                blocked.blocks,
-                some,
-            ),
+            (2 * ways, blocked.blocks, some),
             gs,
             xs,
             g_top[bs, hs],

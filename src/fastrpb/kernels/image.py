@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fastrpb.kernels.launch import launch
 
-SUMS = {"BK": 128, "num_warps": 4, "num_stages": 3}
+SUMS = {"BK": 64, "num_warps": 4, "num_stages": 4}
 COLUMNS = 64  # the most that a program sums up
-PROGRAMS = 528  # to fill a large GPU
+PROGRAMS = 264  # to fill a large GPU
 ROWS, WIDE = 4, 32  # of a tile of `_spread`
 
 

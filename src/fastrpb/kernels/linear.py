@@ -37,7 +37,7 @@ from fastrpb.kernels.tiles import (
     strides,
 )
 
-STATE = {"BLOCK": 32, "num_warps": 4, "num_stages": 4}
+STATE = {"BLOCK": 16, "num_warps": 4, "num_stages": 4}
 OUTPUT = {"BLOCK": 64, "num_warps": 4, "num_stages": 2}
 GRADIENTS = {"BLOCK": 64, "num_warps": 4, "num_stages": 2}
 STATE_PROGRAMS, OUTPUT_PROGRAMS, GRADIENT_PROGRAMS = 528, 2112, 1056  # fill a large GPU
