@@ -125,8 +125,8 @@ def linear_attention(
         phi: a feature map, such as `fastrpb.sikf`.
         plus: of the shape and dtype of the result, to be added to it, such as the W·V of
             `FastRPB`; what is fused saves a read and a write that way.
-        impl: "triton" fuses it all on a GPU, for `sikf`, `elu1` and `relu` and up to 128 channels (64
-            in float32); "torch" computes anything anywhere; "auto" fuses what it can.
+        impl: "triton" fuses it all on a GPU, for `sikf`, `elu1` and `relu` and up to 128 channels
+            (64 in float32); "torch" computes anything anywhere; "auto" fuses what it can.
 
     The causal form works in chunks: within one by the quadratic definition, across them by the
     sums so far, one a chunk.
