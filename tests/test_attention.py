@@ -399,3 +399,17 @@ CAUSAL = FastRPB(3, 10, causal=True)
 def test_bad_input(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+@pytest.mark.parametrize(
+    ("plus", "error", "words"),
+    [
+        (torch.zeros(2, 1, 5, 3), ValueError, r"\(2, 1, 5, 3\).*\(2, 1, 5, 4\)"),
+        (torch.zeros(2, 1, 5, 4).double(), TypeError, "float64 and torch.float32"),
+        (torch.zeros(2, 1, 5, 4, device="meta"), ValueError, "meta and v on cpu"),
+    ],
+)
+def test_what_cannot_be_added_raises(plus, error, words):
+    x = torch.randn(2, 1, 5, 4)
+    with pytest.raises(error, match=words):
+        linear_attention(x, x, x, phi=sikf, plus=plus)

@@ -5,6 +5,7 @@ import torch
 from torch.library import opcheck
 
 from fastrpb import (
+    DPFP,
     FastRPB,
     elu1,
     init,
@@ -206,8 +207,9 @@ def test_deterministic(way):
     ("shape", "full", "dtype"),
     [
         ((5, 9), False, torch.bfloat16),
-        ((40, 70), False, torch.float16),
-        ((70, 80), False, torch.bfloat16),
+        ((1, 140), False, torch.float16),
+        ((20, 70), False, torch.float16),
+        ((70, 20), False, torch.bfloat16),
         ((5, 9), True, torch.float16),
     ],
 )
@@ -232,23 +234,25 @@ def masks(batch, n):
     return mask
 
 
-@PHIS
-@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
-@pytest.mark.parametrize("masked", [False, True])
-def test_linear_attention(phi, dtype, masked):
-    q, k, v = (3 * rand(2, 2, m, d, dtype=dtype) for m, d in ((70, 20), (150, 20), (150, 24)))
-    mask = masks(2, 150) if masked else None
-    if masked:  # what is masked may be anything
-        k[~mask[:, None].expand(2, 2, 150)] = torch.nan
-        v[~mask[:, None].expand(2, 2, 150)] = torch.inf
-    wide = [x.double().requires_grad_() for x in (q, k, v)]
-    exact = linear_attention(*wide, phi=phi, mask=mask)
+def assert_attention_as_good_as_plain(q, k, v, *, plus=False, **options):
+    """Values and gradients against the definition, in float64; `plus` is added in the kernel."""
+    dtype, batch, n = v.dtype, k.shape[0], k.shape[2]
+    mask = options.get("mask")
+    hidden = torch.zeros(batch, n, dtype=torch.bool, device=DEVICE) if mask is None else ~mask
+    hidden = hidden[:, None, :, None]
+    tensors = [q, k, v] + ([rand(*q.shape[:3], v.shape[3], dtype=dtype)] if plus else [])
+    wide = [x.double().requires_grad_() for x in tensors]
+    weights = linear_attention_weights(wide[0], wide[1].masked_fill(hidden, 0), **options)
+    exact = weights @ wide[2].masked_fill(hidden, 0) + (wide[3] if plus else 0)
     g = rand(*exact.shape, dtype=dtype)
     exact_grads = torch.autograd.grad(exact, wide, g.double())
+    # What is masked may be anything.
+    tensors[1:3] = k.masked_fill(hidden, torch.nan), v.masked_fill(hidden, torch.inf)
 
     def errors(impl):
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        y = linear_attention(*inputs, phi=phi, mask=mask, impl=impl)
+        inputs = [x.detach().requires_grad_() for x in tensors]
+        added = {"plus": inputs[3]} if plus else {}
+        y = linear_attention(*inputs[:3], **added, **options, impl=impl)
         assert y.dtype == dtype
         got = (y, *torch.autograd.grad(y, inputs, g))
         return [error(a, b) for a, b in zip(got, (exact, *exact_grads), strict=True)]
@@ -257,21 +261,62 @@ def test_linear_attention(phi, dtype, masked):
         assert fast <= 2 * plain + 2e-7
 
 
-def test_linear_attention_equals_its_definition():
-    q, k, v = rand(3, 2, 2, 100, 16)
-    y = linear_attention(q, k, v, phi=sikf, impl="triton")
-    definition = linear_attention_weights(q.double(), k.double(), phi=sikf) @ v.double()
-    assert error(y, definition) < 1e-6
-
-
+@PHIS
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])
-def test_sikf_does_not_overflow(dtype):
-    q, k = 1e4 * rand(2, 1, 2, 80, 16)
-    v = rand(1, 2, 80, 16, dtype=dtype)
+@pytest.mark.parametrize("masked", [False, True])
+def test_linear_attention(phi, dtype, masked):
+    q, k, v = (3 * rand(2, 2, m, d, dtype=dtype) for m, d in ((70, 20), (150, 20), (150, 24)))
+    mask = masks(2, 150) if masked else None
+    assert_attention_as_good_as_plain(q, k, v, phi=phi, mask=mask)
+
+
+# The kernel takes 64 positions at a time, in parts of at least twice as many.
+@pytest.mark.parametrize(
+    ("phi", "m", "n", "dim", "dtype", "masked"),
+    [
+        (sikf, 2, 2, 3, torch.bfloat16, False),
+        (sikf, 279, 279, 5, torch.float32, True),
+        (sikf, 133, 190, 8, torch.bfloat16, True),
+        (sikf, 190, 133, 20, torch.float16, False),
+        (elu1, 200, 200, 8, torch.float32, False),
+        (elu1, 290, 50, 5, torch.bfloat16, True),
+        (relu, 50, 266, 8, torch.float16, True),
+        (relu, 128, 128, 8, torch.float32, False),
+    ],
+)
+def test_causal_linear_attention(phi, m, n, dim, dtype, masked):
+    q, k, v = (3 * rand(2, 1, x, d, dtype=dtype) for x, d in ((m, dim), (n, dim), (n, 7)))
+    mask = masks(2, n) if masked else None
+    assert_attention_as_good_as_plain(q, k, v, phi=phi, mask=mask, causal=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+def test_plus_is_added_in_the_kernel(dtype, causal):
+    q, k, v = rand(2, 50, 3 * 8, dtype=dtype).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+    assert_attention_as_good_as_plain(q, k, v, phi=sikf, causal=causal, plus=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+def test_sikf_does_not_overflow(dtype, causal):
+    q, k = 1e4 * rand(2, 1, 1, 80, 16)
+    v = rand(1, 1, 80, 16, dtype=dtype)
     q, k = q.to(dtype), k.to(dtype)
-    exact = linear_attention(q.double(), k.double(), v.double(), phi=sikf)
-    plain = error(linear_attention(q, k, v, phi=sikf, impl="torch"), exact)
-    assert error(linear_attention(q, k, v, phi=sikf, impl="triton"), exact) <= 2 * plain + 2e-7
+    exact = linear_attention(q.double(), k.double(), v.double(), phi=sikf, causal=causal)
+    plain, fast = (
+        error(linear_attention(q, k, v, phi=sikf, causal=causal, impl=impl), exact)
+        for impl in ("torch", "triton")
+    )
+    assert fast <= 2 * plain + 2e-7
+
+
+def test_no_key_is_lost_because_later_ones_dwarf_it():
+    """Within a chunk, across chunks and across parts, in the gradients too."""
+    n = 300
+    k = torch.linspace(0, 9000, n, device=DEVICE)[:, None].expand(n, 4).view(1, 1, n, 4)
+    q, v = rand(2, 1, 1, n, 4)
+    assert_attention_as_good_as_plain(q, k, v, phi=sikf, causal=True)
 
 
 def test_linear_attention_in_any_memory_order_and_lead():
@@ -284,14 +329,15 @@ def test_linear_attention_in_any_memory_order_and_lead():
     torch.testing.assert_close(alone, y[0])
 
 
-def test_gradients_of_gradients():
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_gradients(causal):
     w, v = rand(2, 39).requires_grad_(), rand(1, 2, 20, 16, dtype=torch.float16).requires_grad_()
     q, k = rand(2, 1, 2, 20, 16).unbind()
 
     def second(impls, w, v, q, k):
         q, k = q.requires_grad_(), k.requires_grad_()
         y = toeplitz_matmul(w, v, impl=impls[0]).to(q.dtype)
-        y = linear_attention(q, k, y, phi=sikf, impl=impls[1])
+        y = linear_attention(q, k, y, phi=sikf, causal=causal, impl=impls[1])
         first = torch.autograd.grad(y.square().sum(), (w, q), create_graph=True)
         return torch.autograd.grad(sum(x.square().sum() for x in first), (w, q, k))
 
@@ -332,17 +378,16 @@ def test_operators_are_registered_correctly():
 
 
 def test_the_other_operators_are_registered_correctly():
-    q, k, v = rand(3, 2, 2, 16, 4, dtype=torch.float16)
-    y, *state = torch.ops.fastrpb.linear_attention_triton(q, k, v, None, 0)
-    for mask in (None, masks(2, 16)):
-        opcheck(torch.ops.fastrpb.linear_attention_triton.default, (q, k, v, mask, 0))
-        opcheck(
-            torch.ops.fastrpb.linear_attention_triton_backward.default,
-            (y, q, k, v, mask, *state, 0),
-        )
+    q, k, v = rand(3, 2, 1, 16, 4, dtype=torch.float16)
+    for mask, causal in ((None, False), (masks(2, 16), False), (masks(2, 16), True)):
+        inputs = q, k, v, mask, q, 0, causal
+        opcheck(torch.ops.fastrpb.linear_attention_triton.default, inputs)
+        y, state = torch.ops.fastrpb.linear_attention_triton(*inputs)
+        inputs = y, q, k, v, mask, state, 0, causal
+        opcheck(torch.ops.fastrpb.linear_attention_triton_backward.default, inputs)
     opcheck(torch.ops.fastrpb.image_sums_triton.default, (v, 2, 8))
     sums = torch.ops.fastrpb.image_sums_triton(v, 2, 8)
-    opcheck(torch.ops.fastrpb.image_spread_triton.default, (*sums, torch.float16))
+    opcheck(torch.ops.fastrpb.image_spread_triton.default, (sums, 2, 8, torch.float16))
 
 
 def test_compiles_to_one_graph(monkeypatch):
@@ -350,12 +395,10 @@ def test_compiles_to_one_graph(monkeypatch):
     w, q = rand(2, 39).requires_grad_(), rand(2, 2, 20, 16, dtype=torch.float16)
 
     def run(w, q):
-        y = linear_attention(q, q, q, phi=sikf, impl="triton")
-        return (
-            y
-            + toeplitz_matmul(w, q, impl="triton")
-            + toeplitz_matmul_2d(w[:, 15:24], q, (4, 5), impl="triton")
-        )
+        y = toeplitz_matmul(w, q, impl="triton")
+        y = linear_attention(q, q, q, phi=sikf, plus=y, impl="triton")
+        y = linear_attention(q, q, y, phi=sikf, causal=True, impl="triton")
+        return y + toeplitz_matmul_2d(w[:, 15:24], q, (4, 5), impl="triton")
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     got, wanted = compiled(w, q), run(w, q)
@@ -383,8 +426,9 @@ def test_triton_off_the_gpu_raises(call, words, monkeypatch):
         call()
 
 
-def _causal(v):
-    return linear_attention(v, v, v, phi=sikf, causal=True, impl="triton")
+def _wide(v, dim):
+    x = v[..., :1].expand(*v.shape[:-1], dim)
+    return linear_attention(x, x, x, phi=sikf, impl="triton")
 
 
 @pytest.mark.parametrize(
@@ -392,7 +436,9 @@ def _causal(v):
     [
         (lambda v: toeplitz_matmul(W.to(v), v, impl="triton"), "float64"),
         (lambda v: linear_attention(v, v, v, phi=sikf, impl="triton"), "float64"),
-        (lambda v: _causal(v.half()), "causal=True"),
+        (lambda v: linear_attention(v, v, v, phi=DPFP(), impl="triton"), "DPFP"),
+        (lambda v: _wide(v.float(), 65), "64 channels.*65 and 65"),
+        (lambda v: _wide(v.half(), 129), "128 channels.*129 and 129"),
         (lambda v: linear_attention(v, v, v, phi=sikf, impl="cuda"), "'cuda'.*auto, torch, triton"),
     ],
 )
@@ -426,6 +472,25 @@ class TestOnAGpu:
         w, v = rand(1, 2 * n - 1), rand(1, 1, n, 64, dtype=torch.bfloat16)
         exact = toeplitz_matmul(w.double(), v.double(), impl="fft")
         assert error(toeplitz_matmul(w, v), exact) < 2 * error(exact.bfloat16(), exact)
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize(("n", "dim"), [(3000, 64), (1000, 128)])
+    def test_linear_attention_at_length(self, n, dim, dtype, causal):
+        q, k, v = (rand(2, 3, n, dim, dtype=dtype) for _ in range(3))
+        wide = [x.double().requires_grad_() for x in (q, k, v)]
+        exact = linear_attention(*wide, phi=sikf, causal=causal)
+        g = rand(*exact.shape, dtype=dtype)
+        wanted = (exact, *torch.autograd.grad(exact, wide, g.double()))
+
+        def errors(impl):
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            y = linear_attention(*inputs, phi=sikf, causal=causal, impl=impl)
+            got = (y, *torch.autograd.grad(y, inputs, g))
+            return [error(a, b) for a, b in zip(got, wanted, strict=True)]
+
+        for fast, plain in zip(errors("auto"), errors("torch"), strict=True):
+            assert fast <= 2 * plain + 2e-7
 
     @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
     def test_cuda_graph(self):

@@ -30,7 +30,7 @@ Phi = FeatureMap | ExpFeatureMap
 AttentionImpl = Literal["auto", "torch", "triton"]
 
 _FUSED = (sikf, elu1, relu)  # the maps that the kernels know, by number
-_FUSED_DIM = 128  # the most channels they take
+_FUSED_DIM, _FUSED_DIM_FLOAT32 = 128, 64  # the most channels that fit into shared memory
 
 _CHUNK = 64  # positions that the causal form handles by their quadratic definition
 
@@ -115,15 +115,18 @@ def linear_attention(
     phi: Phi,
     mask: Tensor | None = None,
     causal: bool = False,
+    plus: Tensor | None = None,
     impl: AttentionImpl = "auto",
 ) -> Tensor:
-    """y_n = φ(q_n)ᵀ Σ_m φ(k_m)v_mᵀ / φ(q_n)ᵀ Σ_m φ(k_m): O(N) time and memory.
+    """y_n = φ(q_n)ᵀ Σ_m φ(k_m)v_mᵀ / φ(q_n)ᵀ Σ_m φ(k_m) + plus_n: O(N) time and memory.
 
     Args:
         q, k, v, mask, causal: see the module.
         phi: a feature map, such as `fastrpb.sikf`.
-        impl: "triton" fuses the bidirectional form on a GPU, for `sikf`, `elu1` and `relu` and up
-            to 128 channels; "torch" computes anything anywhere; "auto" fuses what it can.
+        plus: of the shape and dtype of the result, to be added to it, such as the W·V of
+            `FastRPB`; what is fused saves a read and a write that way.
+        impl: "triton" fuses it all on a GPU, for `sikf`, `elu1` and `relu` and up to 128 channels
+            (64 in float32); "torch" computes anything anywhere; "auto" fuses what it can.
 
     The causal form works in chunks: within one by the quadratic definition, across them by the
     sums so far, one a chunk.
@@ -137,13 +140,17 @@ def linear_attention(
     """
     _check(q, k, v, mask)
     _check_phi(phi)
-    if _use_triton(impl, phi, q, k, v, causal):
-        lead = v.shape[:-3]
-        q, k, v = (x.reshape(lead.numel(), *x.shape[-3:]) for x in (q, k, v))
-        mask = None if mask is None else mask.reshape(lead.numel(), -1)
-        y, *_ = apply(_Fused, q, k, v, mask, _kind(phi))
-        return y.reshape(*lead, *y.shape[1:])
-    return _plain(phi, q, k, v, mask, causal)
+    if plus is not None:
+        _check_plus(plus, q, v)
+    if not _use_triton(impl, phi, q, k, v):
+        y = _plain(phi, q, k, v, mask, causal)
+        return y if plus is None else y + plus
+    lead = v.shape[:-3]
+    q, k, v = (x.reshape(lead.numel(), *x.shape[-3:]) for x in (q, k, v))
+    mask = None if mask is None else mask.reshape(lead.numel(), -1)
+    plus = None if plus is None else plus.reshape(lead.numel(), *plus.shape[-3:])
+    y, *_ = apply(_Fused, q, k, v, mask, plus, _kind(phi), causal)
+    return y.reshape(*lead, *y.shape[1:])
 
 
 def _plain(phi: Phi, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
@@ -164,16 +171,16 @@ def _kind(phi: Phi) -> int | None:
     return {SIKF: 0, ELU1: 1, ReLU: 2}.get(type(phi))
 
 
-def _use_triton(impl: str, phi: Phi, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+def _use_triton(impl: str, phi: Phi, q: Tensor, k: Tensor, v: Tensor) -> bool:
     if impl not in get_args(AttentionImpl):
         options = ", ".join(get_args(AttentionImpl))
         raise ValueError(f"unknown impl={impl!r}; choose from {options}")
     dims = q.shape[-1], v.shape[-1]
+    most = _FUSED_DIM if v.dtype in ops.HALF else _FUSED_DIM_FLOAT32
     fits = (
-        not causal
-        and _kind(phi) is not None
+        _kind(phi) is not None
         and all(x.dtype in (*ops.HALF, torch.float32) for x in (q, k, v))
-        and 1 <= min(dims) <= max(dims) <= _FUSED_DIM
+        and 1 <= min(dims) <= max(dims) <= most
     )
     if impl != "triton":
         return impl == "auto" and fits and v.is_cuda and ops.INSTALLED and bool(v.numel())
@@ -183,9 +190,9 @@ def _use_triton(impl: str, phi: Phi, q: Tensor, k: Tensor, v: Tensor, causal: bo
         )
     if not fits:
         raise ValueError(
-            f"impl='triton' is for causal=False, sikf, elu1 or relu, up to {_FUSED_DIM} channels "
-            f"and no float64; got causal={causal}, {type(phi).__name__}, {dims[0]} and {dims[1]} "
-            f"channels, {v.dtype}; use impl='auto'"
+            f"impl='triton' is for sikf, elu1 or relu, up to {most} channels, no float64; "
+            f"got {type(phi).__name__}, {dims[0]} and {dims[1]} channels, {v.dtype}; "
+            "use impl='auto'"
         )
     return True
 
@@ -194,19 +201,23 @@ class _Fused(torch.autograd.Function):
     """The operator `fastrpb::linear_attention_triton`; gradients of gradients by plain torch."""
 
     @staticmethod
-    def forward(q, k, v, mask, kind):
-        return torch.ops.fastrpb.linear_attention_triton(q, k, v, mask, kind)
+    def forward(q, k, v, mask, plus, kind, causal):
+        y, state = torch.ops.fastrpb.linear_attention_triton(q, k, v, mask, plus, kind, causal)
+        return y, *state
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *tensors, ctx.kind = inputs
+        *tensors, plus, ctx.kind, ctx.causal = inputs
         _, *state = output
         ctx.mark_non_differentiable(*state)
         ctx.save_for_backward(*tensors, *state)
+        ctx.plus = plus is not None
 
     @staticmethod
     def backward(ctx, g, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return *apply(_FusedGradients, g, *ctx.saved_tensors, ctx.kind), None, None
+        saved = *ctx.saved_tensors, *(7 - len(ctx.saved_tensors)) * [None]
+        gradients = apply(_FusedGradients, g, *saved, ctx.kind, ctx.causal)
+        return *gradients, None, g if ctx.plus else None, None, None
 
     @staticmethod
     def vmap(info, in_dims, *inputs):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -217,15 +228,16 @@ class _FusedGradients(torch.autograd.Function):
     """(dq, dk, dv) of ⟨g, attention⟩, given the state that the forward left."""
 
     @staticmethod
-    def forward(g, q, k, v, mask, means, norms, shifts, kind):
+    def forward(g, q, k, v, mask, first, second, third, kind, causal):
+        state = [x for x in (first, second, third) if x is not None]  # one if causal
         return torch.ops.fastrpb.linear_attention_triton_backward(
-            g, q, k, v, mask, means, norms, shifts, kind
+            g, q, k, v, mask, state, kind, causal
         )
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*inputs[:5])
-        ctx.kind = inputs[-1]
+        ctx.kind, ctx.causal = inputs[-2:]
 
     @staticmethod
     def backward(ctx, *upstream):
@@ -233,11 +245,12 @@ class _FusedGradients(torch.autograd.Function):
 
         def gradients(g, q, k, v):
             def attention(q, k, v):
-                return _plain(_FUSED[ctx.kind], q, k, v, mask, False)
+                return _plain(_FUSED[ctx.kind], q, k, v, mask, ctx.causal)
 
             return torch.func.vjp(attention, q, k, v)[1](g)
 
-        return *torch.func.vjp(gradients, *tensors)[1](upstream), *(None for _ in range(5))
+        second = torch.func.vjp(gradients, *tensors)[1](upstream)
+        return *second, *6 * [None]
 
     @staticmethod
     def vmap(info, in_dims, *inputs):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -460,6 +473,16 @@ def _check_logits(logits: Tensor, q: Tensor, k: Tensor) -> None:
         for size, full in zip(reversed(logits.shape), reversed(shape), strict=False)
     ):
         raise ValueError(f"logits {tuple(logits.shape)} must broadcast to {tuple(shape)}")
+
+
+def _check_plus(plus: Tensor, q: Tensor, v: Tensor) -> None:
+    shape = *q.shape[:-1], v.shape[-1]
+    if plus.shape != shape:
+        raise ValueError(f"plus {tuple(plus.shape)} must have the shape of the result, {shape}")
+    if plus.dtype != v.dtype:
+        raise TypeError(f"plus must have the dtype of v, got {plus.dtype} and {v.dtype}")
+    if plus.device != v.device:
+        raise ValueError(f"plus is on {plus.device} and v on {v.device}; use one device")
 
 
 def _check_features(state: LinearState, features: Tensor) -> None:

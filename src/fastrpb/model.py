@@ -186,12 +186,16 @@ class SoftmaxAttention(nn.Module):
         self.dropout = dropout
         self.logits = logits
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plus: Tensor | None = None
+    ) -> Tensor:
+        """Attention, plus what is to be added to it."""
         logits = None if self.logits is None else self.logits(q, k)
         dropout = self.dropout if self.training else 0.0
-        return softmax_attention(
+        y = softmax_attention(
             q, k, v, mask=mask, causal=self.causal, logits=logits, dropout=dropout
         )
+        return y if plus is None else y + plus
 
 
 class LinearAttention(nn.Module):
@@ -202,8 +206,11 @@ class LinearAttention(nn.Module):
         self.causal = causal
         self.phi = phi
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        return linear_attention(q, k, v, phi=self.phi, mask=mask, causal=self.causal)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plus: Tensor | None = None
+    ) -> Tensor:
+        """Attention, plus what is to be added to it."""
+        return linear_attention(q, k, v, phi=self.phi, mask=mask, causal=self.causal, plus=plus)
 
     def stream(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: LinearState | None
@@ -277,10 +284,11 @@ class SelfAttention(nn.Module):
             return self.out(self._stream(queries, keys, values, v, mask, stream))
         if self.encoding is not None:
             queries, keys = self.encoding(queries, keys)
-        y = merge_heads(self.attend(queries, keys, values, mask))
+        plus = None
         if self.bias is not None:
-            y = y + merge_heads(self.bias(split_heads(v, self.bias.num_heads), mask))
-        return self.out(y)
+            plus = merge_heads(self.bias(split_heads(v, self.bias.num_heads), mask))
+            plus = split_heads(plus, self.heads)
+        return self.out(merge_heads(self.attend(queries, keys, values, mask, plus)))
 
     def _stream(
         self, q: Tensor, k: Tensor, values: Tensor, v: Tensor, mask: Tensor | None, stream: Stream

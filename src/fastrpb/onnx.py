@@ -126,11 +126,14 @@ class _DenseCausal(nn.Module):
         super().__init__()
         self.phi = attend.phi
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plus: Tensor | None
+    ) -> Tensor:
         phi_q, phi_k = self.phi(q, k, mask)
         weights = (phi_q @ phi_k.mT).tril()
         total = weights.sum(-1, keepdim=True)
-        return (weights @ v) / total.masked_fill(total == 0, 1)
+        y = (weights @ v) / total.masked_fill(total == 0, 1)
+        return y if plus is None else y + plus
 
 
 def _translation() -> Callable:

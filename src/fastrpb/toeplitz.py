@@ -197,15 +197,14 @@ def toeplitz_matmul_2d(
 
 def _additive(w: Tensor, v: Tensor, height: int, width: int, impl: Impl) -> Tensor:
     """Prop. 2: R·(row sums), the same for every column, plus R·(column sums), for every row."""
-    _broadcast_lead(w, w.shape[:-1], v)  # here, so that an error shows the shapes the user gave
-    down, across = _additive_parts(w, height, width)
+    lead = _broadcast_lead(w, w.shape[:-1], v)  # here: an error shows the shapes the user gave
     if _use_triton(impl, w, v) and v.dtype in ops.HALF:
-        lead = _broadcast_lead(w, w.shape[:-1], v)
-        _, x = _canonical(w, v, lead, v.dtype)
-        rows, columns = apply(ops.ImageSums, x, height, width)
-        down = toeplitz_matmul(down, rows, impl="triton")
-        across = toeplitz_matmul(across, columns, impl="triton")
-        return _restore(apply(ops.ImageSpread, down, across, v.dtype), lead, v)
+        w, x = _canonical(w, v, lead, v.dtype)
+        sums = apply(ops.ImageSums, x, height, width)  # rows and columns are lines of one length
+        lines = product(w, sums.flatten(0, 1), 1 - sums.shape[3], sums.shape[3], "triton")
+        lines = lines.unflatten(0, (2, -1))
+        return _restore(apply(ops.ImageSpread, lines, height, width, v.dtype), lead, v)
+    down, across = _additive_parts(w, height, width)
     image = v.unflatten(-2, (height, width))
     dtype = compute_dtype(w, v)
     down = toeplitz_matmul(down, image.sum(-2, dtype=dtype), impl=impl)

@@ -22,6 +22,7 @@ TOKENS, HEADS, DIM = 65536, 8, 64
 LENGTHS = [1024, 2048, 4096, 16384, 65536]
 MILLION = 1 << 20
 FLEX = [1024, 4096]  # lengths for which FlexAttention is compiled
+FLEX_TILES = [None, {"BLOCK_M": 64, "BLOCK_N": 64}, {"BLOCK_M": 128, "BLOCK_N": 32}]
 DENSE = 4096  # the longest W that is formed
 
 
@@ -76,7 +77,7 @@ def dense(w: Tensor, v: Tensor) -> Tensor:
 
 def with_bias(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     """SIKF linear attention + FastRPB."""
-    return linear_attention(q, k, v, phi=sikf) + toeplitz_matmul(w, v)
+    return linear_attention(q, k, v, phi=sikf, plus=toeplitz_matmul(w, v))
 
 
 def extra_memory(run: Run, v: Tensor) -> float:
@@ -142,22 +143,34 @@ def filters_row(batch: int, n: int) -> Row:
         "length": n,
         "forward ms": forward_ms,
         "fft / forward": replay_ms(lambda: fft(w, v)) / forward_ms,
+        "plain rfft / forward": replay_ms(lambda: plain_rfft(w, v)) / forward_ms,
         "forward+backward ms": both_ms,
         "fft / forward+backward": replay_ms(with_gradients(fft, w, v)) / both_ms,
+        "plain rfft / forward+backward": replay_ms(with_gradients(plain_rfft, w, v)) / both_ms,
     }
 
 
-def flex_attention(w: Tensor, n: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Softmax attention with the relative bias on its logits, compiled."""
-    from torch.nn.attention.flex_attention import flex_attention as flex  # noqa: PLC0415
+@torch.no_grad()
+def flex_ms(q: Tensor, k: Tensor, v: Tensor, w: Tensor | None) -> float:
+    """Compiled FlexAttention with the relative bias on its logits, the best of some tiles.
 
-    bias = w.to(torch.bfloat16)
-    compiled = torch.compile(flex)
+    Without gradients, and without its checks of the indices, which only slow it down.
+    """
+    from torch._inductor import config  # noqa: PLC0415
+    from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415
 
-    def add(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return score + bias[h, k - q + n - 1]
+    last, bias = q.shape[-2] - 1, None if w is None else w.to(torch.bfloat16)
 
-    return lambda q, k, v: compiled(q, k, v, score_mod=add)  # pyright: ignore[reportReturnType]
+    def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score if bias is None else score + bias[h, j - i + last]
+
+    times = []
+    for tile in FLEX_TILES:
+        torch.compiler.reset()
+        run = torch.compile(flex_attention, dynamic=False)
+        with config.patch(assert_indirect_indexing=False):
+            times.append(replay_ms(lambda: run(q, k, v, score_mod=add, kernel_options=tile)))  # noqa: B023
+    return min(times)
 
 
 def attention_row(n: int) -> Row:
@@ -175,8 +188,31 @@ def attention_row(n: int) -> Row:
         "forward+backward ms": both_ms,
         "flash / forward+backward": replay_ms(with_gradients(sdpa, q, k, v)) / both_ms,
     }
-    flex = flex_attention(w, n) if n in FLEX else None
-    row["flex / forward"] = called_ms(lambda: flex(q, k, v)) / forward_ms if flex else "-"
+    measured = n in FLEX
+    row["flex / forward"] = flex_ms(q, k, v, w) / forward_ms if measured else "-"
+    row["flex without bias / forward"] = flex_ms(q, k, v, None) / forward_ms if measured else "-"
+    return row
+
+
+def causal_row(n: int) -> Row:
+    """Causal SIKF linear attention against plain torch and causal softmax attention."""
+    q, k, v = (inputs(n)[1] for _ in range(3))
+    ways = {
+        "": lambda q, k, v: linear_attention(q, k, v, phi=sikf, causal=True),
+        "plain torch / ": lambda q, k, v: linear_attention(
+            q, k, v, phi=sikf, causal=True, impl="torch"
+        ),
+        "flash / ": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True),
+    }
+    row: Row = {"length": n}
+    for what, run in {
+        "forward": lambda way: lambda: way(q, k, v),
+        "forward+backward": lambda way: with_gradients(way, q, k, v),
+    }.items():
+        times = {name: replay_ms(run(way)) for name, way in ways.items()}
+        ms = times.pop("")
+        row[f"{what} ms"] = ms
+        row |= {f"{name}{what}": other / ms for name, other in times.items()}
     return row
 
 
@@ -264,6 +300,7 @@ def bench_gpu() -> dict[str, list[Row]]:
         "SIKF linear attention + FastRPB": rows(
             attention_row, [(n,) for n in LENGTHS if n != 2048]
         ),
+        "causal SIKF linear attention": rows(causal_row, [(1024,), (4096,), (65536,)]),
         "against copies": rows(copies_row, [(1024,), (4096,), (65536,)]),
         "training steps": rows(model_row, [(name,) for name in MODELS]),
     }

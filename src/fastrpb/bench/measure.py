@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -130,7 +131,9 @@ def machine(name: str) -> dict[str, object]:
     if info.exists():
         names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         cpu = names[0].split(":")[1].strip() if names else cpu
-    gpu = {"gpu": torch.cuda.get_device_name()} if device() == "cuda" else {}
+    gpu = {}
+    if device() == "cuda":
+        gpu = {"gpu": torch.cuda.get_device_name(), "triton": metadata.version("triton")}
     return {
         **gpu,
         "cpu": cpu,

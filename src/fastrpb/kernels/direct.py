@@ -116,44 +116,13 @@ def product(w: Tensor, v: Tensor, y: Tensor, first: int, *, sign: int = 1) -> No
     scale = v.dtype == torch.float16  # the others have the range of float32
     top = largest_weight(w) if scale else w
     table = torch.empty(heads, copies, width, dtype=v.dtype, device=v.device)
-    launch(
-        _shift,
-        (triton.cdiv(width, 1024), heads, copies),
-        w,
-        top,
-        table,
-        w.shape[1],
-        first,
-        sign,
-        zero,
-        width,
-        COPIES=copies,
-        SCALE=scale,
-        BLOCK=1024,
-    )
+    grid = triton.cdiv(width, 1024), heads, copies
+    numbers = w.shape[1], first, sign, zero, width
+    launch(_shift, grid, w, top, table, *numbers, COPIES=copies, SCALE=scale, BLOCK=1024)
     low, high = sorted((sign * first, sign * (first + w.shape[1] - 1)))
     grid = triton.cdiv(m, size) * triton.cdiv(columns, tile["BN"]), heads
-    launch(
-        _product,
-        grid,
-        table,
-        top,
-        v,
-        y,
-        width,
-        zero,
-        low,
-        high,
-        n,
-        m,
-        columns,
-        *v.stride()[:3],
-        *y.stride()[:3],
-        DIM=dim,
-        COPIES=copies,
-        SCALE=scale,
-        **tile,
-    )
+    numbers = width, zero, low, high, n, m, columns, *v.stride()[:3], *y.stride()[:3]
+    launch(_product, grid, table, top, v, y, *numbers, DIM=dim, COPIES=copies, SCALE=scale, **tile)
 
 
 def _tile(dtype: torch.dtype, columns: int, rows: int) -> dict[str, int]:
@@ -248,32 +217,10 @@ def lags(g: Tensor, v: Tensor, first: int, distances: int) -> Tensor:
     share = triton.cdiv(triton.cdiv(columns, parts), chunk) * chunk
     parts = triton.cdiv(columns, share)
     sums = g.new_empty(heads, parts, blocks, 2, size, dtype=torch.float32)
-    launch(
-        _lags,
-        (blocks, parts, heads),
-        g,
-        v,
-        sums,
-        first_block,
-        m,
-        n,
-        columns,
-        share,
-        *g.stride()[:3],
-        *v.stride()[:3],
-        DIM=dim,
-        **tile,
-    )
+    grid = blocks, parts, heads
+    numbers = first_block, m, n, columns, share, *g.stride()[:3], *v.stride()[:3]
+    launch(_lags, grid, g, v, sums, *numbers, DIM=dim, **tile)
     dw = g.new_empty(heads, distances, dtype=torch.float32)
-    launch(
-        _collect,
-        (blocks - 1, heads),
-        sums,
-        dw,
-        distances,
-        first - first_block * size,
-        blocks,
-        parts,
-        BT=size,
-    )
+    grid = blocks - 1, heads
+    launch(_collect, grid, sums, dw, distances, first - first_block * size, blocks, parts, BT=size)
     return dw

@@ -353,40 +353,13 @@ class _Blocked:
         new = lambda *shape: torch.empty(shape, dtype=torch.float16, device=v.device)  # noqa: E731
         outer, inner = self.outer, self.inner
         self.first = new(1, 2 * outer, outer)
-        launch(
-            _waves,
-            (
-                triton.cdiv(outer, 256),
-                2 * outer,
-                1,
-            ),
-            self.first,
-            outer,
-            outer,
-            2,
-            0,
-            4 * outer,
-            outer**-0.5,
-            BLOCK=256,
-        )
+        grid = triton.cdiv(outer, 256), 2 * outer, 1
+        launch(_waves, grid, self.first, outer, outer, 2, 0, 4 * outer, outer**-0.5, BLOCK=256)
         if inner > 1:
             self.second = new(outer, 2 * inner, 2 * inner)
-            launch(
-                _waves,
-                (
-                    triton.cdiv(2 * inner, 256),
-                    2 * inner,
-                    outer,
-                ),
-                self.second,
-                inner,
-                2 * inner,
-                4 * outer,
-                2,
-                4 * self.blocks,
-                inner**-0.5,
-                BLOCK=256,
-            )
+            grid = triton.cdiv(2 * inner, 256), 2 * inner, outer
+            numbers = inner, 2 * inner, 4 * outer, 2, 4 * self.blocks, inner**-0.5
+            launch(_waves, grid, self.second, *numbers, BLOCK=256)
 
     def spectrum(self, w: Tensor, first: int, sign: int) -> tuple[Tensor, Tensor, float]:
         """The table of all A_f, the largest of w for each head, and the factor to undo."""
@@ -396,79 +369,26 @@ class _Blocked:
         extra = 2.0 ** min(0, 15 - math.ceil(math.log2(2 * size * blocks**1.5)))
         top = largest_weight(w)
         folded = w.new_empty(heads, 2 * size, 4 * blocks)
-        launch(
-            _fold,
-            (
-                triton.cdiv(4 * blocks, TILE),
-                2 * size // TILE,
-                heads,
-            ),
-            w,
-            folded,
-            distances,
-            first,
-            sign,
-            blocks,
-            L=size,
-            TILE=TILE,
-        )
+        grid = triton.cdiv(4 * blocks, TILE), 2 * size // TILE, heads
+        launch(_fold, grid, w, folded, distances, first, sign, blocks, L=size, TILE=TILE)
         spectra = torch.view_as_real(torch.fft.rfft(folded))
         table = w.new_empty(heads, blocks, 2, COPIES, 2 * size, dtype=torch.float16)
-        launch(
-            _tabulate,
-            (
-                triton.cdiv(blocks, TILE),
-                2 * size // TILE,
-                heads,
-            ),
-            spectra,
-            top,
-            table,
-            self.outer,
-            self.inner,
-            extra,
-            L=size,
-            COPIES=COPIES,
-            TILE=TILE,
-        )
+        grid = triton.cdiv(blocks, TILE), 2 * size // TILE, heads
+        numbers = self.outer, self.inner, extra
+        launch(_tabulate, grid, spectra, top, table, *numbers, L=size, COPIES=COPIES, TILE=TILE)
         return table, top, 1 / extra
 
     def distances(self, sums: Tensor, norm: Tensor, first: int, distances: int) -> Tensor:
         """The adjoint of `spectrum`: dw from the diagonals of all blocks."""
         size, blocks, heads = self.size, self.blocks, len(sums)
         spectra = sums.new_zeros(heads, 2 * size, 2 * blocks + 1, 2)
-        launch(
-            _untabulate,
-            (
-                triton.cdiv(blocks, TILE),
-                2 * size // TILE,
-                heads,
-            ),
-            sums,
-            spectra,
-            self.outer,
-            self.inner,
-            L=size,
-            BT=sums.shape[-1],
-            TILE=TILE,
-        )
+        grid = triton.cdiv(blocks, TILE), 2 * size // TILE, heads
+        numbers = self.outer, self.inner
+        launch(_untabulate, grid, sums, spectra, *numbers, L=size, BT=sums.shape[-1], TILE=TILE)
         folded = torch.fft.irfft(torch.view_as_complex(spectra), n=4 * blocks, norm="forward")
         dw = sums.new_empty(heads, distances)
-        launch(
-            _unfold,
-            (
-                triton.cdiv(distances, 256),
-                heads,
-            ),
-            folded,
-            norm,
-            dw,
-            distances,
-            first,
-            blocks,
-            L=size,
-            TILE=256,
-        )
+        grid = triton.cdiv(distances, 256), heads
+        launch(_unfold, grid, folded, norm, dw, distances, first, blocks, L=size, TILE=256)
         return dw
 
     def analyse(self, v: Tensor, top: Tensor) -> Tensor:
@@ -501,36 +421,13 @@ class _Blocked:
         length = self.size if step == 1 else self.inner * self.size
         tile = MIX_IN if step == 0 else MIX_FEW if rows <= 64 else MIX
         tiles = triton.cdiv(rows, tile["BM"]) * triton.cdiv(length * dim, tile["BN"])
-        launch(
-            _mix,
-            (
-                tiles,
-                groups * batch,
-                heads,
-            ),
-            matrix,
-            x,
-            y,
-            top,
-            top if w_top is None else w_top,
-            factor,
-            groups,
-            rows,
-            depth,
-            length,
-            n_in,
-            y.shape[2],
-            top.stride(0),
-            *matrix.stride(),
-            *x.stride()[:3],
-            depth * length * x.stride(2),
-            *y.stride()[:3],
-            rows * length * y.stride(2),
-            DIM=dim,
-            STEP=step,
-            CAST=step == 0 and self.cast,
-            **tile,
-        )
+        x_strides = *x.stride()[:3], depth * length * x.stride(2)
+        y_strides = *y.stride()[:3], rows * length * y.stride(2)
+        tensors = matrix, x, y, top, top if w_top is None else w_top
+        numbers = factor, groups, rows, depth, length, n_in, y.shape[2], top.stride(0)
+        strides = *matrix.stride(), *x_strides, *y_strides
+        options = {"DIM": dim, "STEP": step, "CAST": step == 0 and self.cast, **tile}
+        launch(_mix, (tiles, groups * batch, heads), *tensors, *numbers, *strides, **options)
         return y
 
     def multiply(self, table: Tensor, x: Tensor) -> Tensor:
@@ -539,20 +436,8 @@ class _Blocked:
         tile = (BLOCKS_64 if self.size == 64 else BLOCKS) | {"BN": 64 if batch * dim > 32 else 32}
         z = x if tile["BM"] == self.size else torch.empty_like(x)
         grid = self.size // tile["BM"] * triton.cdiv(batch * dim, tile["BN"]), self.blocks, heads
-        launch(
-            _blocks,
-            grid,
-            table,
-            x,
-            z,
-            batch * dim,
-            self.blocks,
-            *x.stride()[:2],
-            L=self.size,
-            DIM=dim,
-            COPIES=COPIES,
-            **tile,
-        )
+        numbers = batch * dim, self.blocks, *x.stride()[:2]
+        launch(_blocks, grid, table, x, z, *numbers, L=self.size, DIM=dim, COPIES=COPIES, **tile)
         return z
 
     def chunks(self, v: Tensor, scratch: float) -> Iterator[tuple[slice, slice]]:
@@ -598,28 +483,10 @@ def gradients(w: Tensor, v: Tensor, g: Tensor, dv: Tensor, first: int) -> Tensor
         gs = blocked.analyse(g[bs, hs], g_top[bs, hs])
         xs = blocked.analyse(v[bs, hs], v_top[bs, hs])
         batch, some, _, dim = xs.shape
-        launch(
-            _block_lags,
-            (
-                2 * ways,
-                blocked.blocks,
-                some,
-            ),
-            gs,
-            xs,
-            g_top[bs, hs],
-            v_top[bs, hs],
-            norm[hs],
-            sums[hs],
-            batch * dim,
-            heads,
-            blocked.blocks,
-            *gs.stride()[:2],
-            *xs.stride()[:2],
-            L=blocked.size,
-            DIM=dim,
-            **tile,
-        )
+        grid = 2 * ways, blocked.blocks, some
+        numbers = batch * dim, heads, blocked.blocks, *gs.stride()[:2], *xs.stride()[:2]
+        tensors = gs, xs, g_top[bs, hs], v_top[bs, hs], norm[hs], sums[hs]
+        launch(_block_lags, grid, *tensors, *numbers, L=blocked.size, DIM=dim, **tile)
         del xs
         z = blocked.multiply(table[hs], gs)
         blocked.synthesise(z, dv[bs, hs], g_top[bs, hs], w_top[hs], factor)

@@ -1,7 +1,6 @@
 """Row and column sums of images, and their adjoint, in one read or one write of the pixels.
 
-The sums are a product with a matrix of zeros and ones, so that one read of an image gives up to
-LARGEST of them.
+The sums of an image of H×W pixels are two lines of max(H, W) positions, zero beyond H or W.
 """
 
 import torch
@@ -11,44 +10,79 @@ from torch import Tensor
 
 from fastrpb.kernels.launch import launch
 
-SUMS = {"BM": 64, "BK": 128, "num_warps": 4, "num_stages": 3}
-LARGEST = 128  # rows and columns together
-ROWS, COLUMNS = 4, 32  # of a tile of `_spread`
+SUMS = {"BK": 64, "num_warps": 4, "num_stages": 4}
+COLUMNS = 64  # the most that a program sums up
+PROGRAMS = 264  # to fill a large GPU
+ROWS, WIDE = 4, 32  # of a tile of `_spread`
 
 
 @triton.jit
 def _sums(
     v,
-    rows,
-    columns,
+    parts,
     height,
     width,
     heads,
+    groups,
+    bands,
+    share,
     vb,
     vh,
     vn,
     DIM: tl.constexpr,
     D: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """BM of the sums over rows and columns, as a product with a matrix of zeros and ones."""
+    """The sums of a band of rows within a group of columns, by a matrix of zeros and ones."""
+    group, band = tl.program_id(0) % groups, tl.program_id(0) // groups
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    s = tl.program_id(0) * BM + tl.arange(0, BM)
-    d = tl.arange(0, D)
-    v += b * vb + h * vh
+    top, left = band * share, group * COLUMNS
+    v += b * vb + h * vh + (top * width + left) * vn
+    parts += (b * heads + h) * (groups * height + bands * width) * DIM
+    s, d = tl.arange(0, BM), tl.arange(0, D)[None, :]
+    rows, columns = tl.minimum(share, height - top), tl.minimum(COLUMNS, width - left)
     acc = tl.zeros((BM, D), tl.float32)
-    for start in tl.range(0, height * width, BK):
-        n = start + tl.arange(0, BK)
-        inside = (n < height * width)[:, None] & (d < DIM)[None, :]
-        pixels = tl.load(v + n[:, None].to(tl.int64) * vn + d[None, :], mask=inside, other=0.0)
-        here = tl.where((s < height)[:, None], n[None, :] // width, n[None, :] % width + height)
-        acc = tl.dot((here == s[:, None]).to(v.dtype.element_ty), pixels, acc)
-    bh, real = b * heads + h, (d < DIM)[None, :]
-    at = rows + (bh * height + s)[:, None] * DIM + d[None, :]
-    tl.store(at, acc, mask=(s < height)[:, None] & real)
-    at = columns + (bh * width + s - height)[:, None] * DIM + d[None, :]
-    tl.store(at, acc, mask=(s >= height)[:, None] & (s < height + width)[:, None] & real)
+    for start in tl.range(0, rows * COLUMNS, BK):
+        t = start + tl.arange(0, BK)
+        i, j = t // COLUMNS, t % COLUMNS
+        inside = ((i < rows) & (j < columns))[:, None] & (d < DIM)
+        n = (i * width + j)[:, None].to(tl.int64)
+        pixels = tl.load(v + n * vn + d, mask=inside, other=0.0)
+        ones = s[:, None] == tl.where((s < COLUMNS)[:, None], j[None, :], i[None, :] + COLUMNS)
+        acc = tl.dot(ones.to(pixels.dtype), pixels, acc)
+    at = groups * height + band * width + left + s
+    at = tl.where(s < COLUMNS, at, group * height + top + s - COLUMNS)
+    there = tl.where(s < COLUMNS, s < columns, s - COLUMNS < rows)
+    tl.store(parts + at[:, None] * DIM + d, acc, mask=there[:, None] & (d < DIM))
+
+
+@triton.jit
+def _total(
+    parts,
+    out,
+    height,
+    width,
+    groups,
+    bands,
+    side,
+    DIM: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The sums of the parts that `_sums` left: of rows (0) or of columns (1)."""
+    which, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    s = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, D)[None, :]
+    size, count = tl.where(which == 0, height, width), tl.where(which == 0, groups, bands)
+    parts += (bh * (groups * height + bands * width) + which * groups * height) * DIM
+    total = tl.zeros((ROWS, D), tl.float32)
+    for p in tl.range(0, count):
+        at = parts + (p * size + s)[:, None] * DIM + d
+        total += tl.load(at, mask=(s < size)[:, None] & (d < DIM), other=0.0)
+    at = out + ((which * tl.num_programs(2) + bh) * side + s)[:, None] * DIM + d
+    tl.store(at, total, mask=(s < side)[:, None] & (d < DIM))
 
 
 @triton.jit
@@ -58,6 +92,7 @@ def _spread(
     y,
     height,
     width,
+    side,
     heads,
     DIM: tl.constexpr,
     D: tl.constexpr,
@@ -71,63 +106,40 @@ def _spread(
     bh = tl.program_id(2).to(tl.int64) * heads + tl.program_id(1)
     d = tl.arange(0, D)
     real = (d < DIM)[None, :]
-    row = tl.load(
-        rows + (bh * height + i)[:, None] * DIM + d[None, :],
-        mask=(i < height)[:, None] & real,
-        other=0.0,
-    )
-    column = tl.load(
-        columns + (bh * width + j)[:, None] * DIM + d[None, :],
-        mask=(j < width)[:, None] & real,
-        other=0.0,
-    )
+    at = (bh * side + i)[:, None] * DIM + d[None, :]
+    row = tl.load(rows + at, mask=(i < height)[:, None] & real, other=0.0)
+    at = (bh * side + j)[:, None] * DIM + d[None, :]
+    column = tl.load(columns + at, mask=(j < width)[:, None] & real, other=0.0)
     n = bh * height * width + i[:, None] * width + j[None, :]
     at = y + n[:, :, None] * DIM + d[None, None, :]
     inside = (i < height)[:, None, None] & (j < width)[None, :, None] & real[:, None, :]
     tl.store(at, (row[:, None, :] + column[None, :, :]).to(y.dtype.element_ty), mask=inside)
 
 
-def sums(v: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """(batch, heads, H·W, dim) to float32 (batch, heads, H, dim) and (batch, heads, W, dim)."""
+def sums(v: Tensor, height: int, width: int) -> Tensor:
+    """(batch, heads, H·W, dim) to float32 (2, batch, heads, max(H, W), dim): rows and columns."""
     batch, heads, _, dim = v.shape
-    rows, columns = (
-        v.new_empty(batch, heads, n, dim, dtype=torch.float32) for n in (height, width)
-    )
-    tile = SUMS | {"BM": 64 if height + width <= 64 else 128}
-    grid = triton.cdiv(height + width, tile["BM"]), heads, batch
-    launch(
-        _sums,
-        grid,
-        v,
-        rows,
-        columns,
-        height,
-        width,
-        heads,
-        *v.stride()[:3],
-        DIM=dim,
-        D=max(16, triton.next_power_of_2(dim)),
-        **tile,
-    )
-    return rows, columns
+    side, d = max(height, width), max(16, triton.next_power_of_2(dim))
+    columns = min(COLUMNS, max(16, triton.next_power_of_2(width)))
+    groups = triton.cdiv(width, columns)
+    # As many rows as columns at the most: together they are the rows of a tile.
+    wanted = PROGRAMS // max(1, batch * heads * groups)
+    share = min(columns, triton.cdiv(height, max(1, wanted)))
+    bands = triton.cdiv(height, share)
+    parts = v.new_empty(batch, heads, groups * height + bands * width, dim, dtype=torch.float32)
+    numbers = height, width, heads, groups, bands, share, *v.stride()[:3]
+    tile = {"DIM": dim, "D": d, "COLUMNS": columns, "BM": 2 * columns, **SUMS}
+    launch(_sums, (groups * bands, heads, batch), v, parts, *numbers, **tile)
+    out = v.new_empty(2, batch, heads, side, dim, dtype=torch.float32)
+    grid = triton.cdiv(side, 16), 2, batch * heads
+    launch(_total, grid, parts, out, height, width, groups, bands, side, DIM=dim, D=d, ROWS=16)
+    return out
 
 
-def spread(rows: Tensor, columns: Tensor, y: Tensor) -> None:
-    """Fill y (batch, heads, H·W, dim), contiguous, from contiguous float32 rows and columns."""
-    (batch, heads, height, dim), width = rows.shape, columns.shape[2]
-    tile = {"ROWS": ROWS, "COLUMNS": min(COLUMNS, triton.next_power_of_2(width))}
-    grid = triton.cdiv(height, ROWS) * triton.cdiv(width, tile["COLUMNS"]), heads, batch
-    launch(
-        _spread,
-        grid,
-        rows,
-        columns,
-        y,
-        height,
-        width,
-        heads,
-        DIM=dim,
-        D=triton.next_power_of_2(dim),
-        **tile,
-        num_warps=4,
-    )
+def spread(x: Tensor, height: int, width: int, y: Tensor) -> None:
+    """Fill y (batch, heads, H·W, dim), contiguous, from contiguous lines like those of `sums`."""
+    _, batch, heads, side, dim = x.shape
+    columns = min(WIDE, triton.next_power_of_2(width))
+    grid = triton.cdiv(height, ROWS) * triton.cdiv(width, columns), heads, batch
+    tile = {"DIM": dim, "D": triton.next_power_of_2(dim), "ROWS": ROWS, "COLUMNS": columns}
+    launch(_spread, grid, x[0], x[1], y, height, width, side, heads, **tile)

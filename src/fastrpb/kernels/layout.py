@@ -42,19 +42,8 @@ def largest(x: Tensor) -> Tensor:
     rows = max(1, 16384 // columns)
     grid = triton.cdiv(length, rows), batch, heads
     bits = out.view(torch.int32)
-    launch(
-        _largest,
-        grid,
-        x,
-        bits,
-        heads,
-        length,
-        dim,
-        *x.stride()[:3],
-        ROWS=rows,
-        COLUMNS=columns,
-        num_warps=8,
-    )
+    numbers = heads, length, dim, *x.stride()[:3]
+    launch(_largest, grid, x, bits, *numbers, ROWS=rows, COLUMNS=columns, num_warps=8)
     return out
 
 
@@ -79,19 +68,8 @@ def _swap(src: Tensor, dst: Tensor) -> None:
     batch, outer, inner = src.shape
     block = 64
     grid = triton.cdiv(inner, block), outer, triton.cdiv(batch, block)
-    launch(
-        _copy,
-        grid,
-        src,
-        dst,
-        batch,
-        inner,
-        *src.stride(),
-        *dst.stride(),
-        BB=block,
-        BJ=block,
-        num_warps=4,
-    )
+    numbers = batch, inner, *src.stride(), *dst.stride()
+    launch(_copy, grid, src, dst, *numbers, BB=block, BJ=block, num_warps=4)
 
 
 def _lines(x: Tensor) -> Tensor:

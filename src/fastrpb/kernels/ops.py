@@ -104,14 +104,23 @@ def _toeplitz_backward(
 
 @torch.library.custom_op("fastrpb::linear_attention_triton", mutates_args=())
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kind: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    plus: Tensor | None,
+    kind: int,
+    causal: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """Attention + plus, and what its gradients need."""
+    from fastrpb.kernels import causal as causal_attention  # noqa: PLC0415
     from fastrpb.kernels import linear  # noqa: PLC0415
 
     y = _like(v, q.shape[2])
     mask = None if mask is None else mask.contiguous()
-    means, norms, shifts = linear.forward(_rows(q), _rows(k), _rows(v), mask, y, kind)
-    return y, means, norms, shifts
+    plus = None if plus is None else _rows(plus)
+    form = causal_attention if causal else linear
+    return y, form.forward(_rows(q), _rows(k), _rows(v), mask, plus, y, kind)
 
 
 @torch.library.custom_op("fastrpb::linear_attention_triton_backward", mutates_args=())
@@ -121,37 +130,35 @@ def _attention_backward(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    means: Tensor,
-    norms: Tensor,
-    shifts: Tensor,
+    state: list[Tensor],
     kind: int,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    from fastrpb.kernels import causal as causal_attention  # noqa: PLC0415
     from fastrpb.kernels import linear  # noqa: PLC0415
 
     dq, dk, dv = (_like(x, x.shape[2]) for x in (q, k, v))
     mask = None if mask is None else mask.contiguous()
     g, q, k, v = (_rows(x) for x in (g, q, k, v))
-    linear.backward(g, q, k, v, mask, [means, norms, shifts], dq, dk, dv, kind)
+    form = causal_attention if causal else linear
+    form.backward(g, q, k, v, mask, state, dq, dk, dv, kind)
     return dq, dk, dv
 
 
 @torch.library.custom_op("fastrpb::image_sums_triton", mutates_args=())
-def _image_sums(v: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+def _image_sums(v: Tensor, height: int, width: int) -> Tensor:
     from fastrpb.kernels import image  # noqa: PLC0415
 
-    if height + width > image.LARGEST:
-        pixels = v.unflatten(2, (height, width))
-        return pixels.sum(3, dtype=torch.float32), pixels.sum(2, dtype=torch.float32)
     return image.sums(_rows(v), height, width)
 
 
 @torch.library.custom_op("fastrpb::image_spread_triton", mutates_args=())
-def _image_spread(rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
+def _image_spread(sums: Tensor, height: int, width: int, dtype: torch.dtype) -> Tensor:
     from fastrpb.kernels import image  # noqa: PLC0415
 
-    batch, heads, height, dim = rows.shape
-    y = rows.new_empty(batch, heads, height * columns.shape[2], dim, dtype=dtype)
-    image.spread(rows.contiguous(), columns.contiguous(), y)
+    _, batch, heads, _, dim = sums.shape
+    y = sums.new_empty(batch, heads, height * width, dim, dtype=dtype)
+    image.spread(sums.contiguous(), height, width, y)
     return y
 
 
@@ -170,35 +177,34 @@ def _state_width(dim: int) -> int:
 
 
 @_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kind: int):
+def _(q, k, v, mask, plus, kind, causal):
     rows = *k.shape[:2], _state_width(k.shape[3])
-    means = k.new_empty(*rows, _state_width(v.shape[3]), dtype=torch.float32)
-    norms, shifts = (k.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    return _like(v, q.shape[2]), means, norms, shifts
+    shapes = [q.shape[:3]] if causal else [(*rows, _state_width(v.shape[3])), rows, rows]
+    return _like(v, q.shape[2]), [k.new_empty(x, dtype=torch.float32) for x in shapes]
 
 
 @_attention_backward.register_fake
-def _(g, q, k, v, mask, means, norms, shifts, kind):
+def _(g, q, k, v, mask, state, kind, causal):
     return tuple(_like(x, x.shape[2]) for x in (q, k, v))
 
 
 @_image_sums.register_fake
-def _(v: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+def _(v: Tensor, height: int, width: int) -> Tensor:
     batch, heads, _, dim = v.shape
-    return (
-        v.new_empty(batch, heads, height, dim, dtype=torch.float32),
-        v.new_empty(batch, heads, width, dim, dtype=torch.float32),
-    )
+    return v.new_empty(2, batch, heads, max(height, width), dim, dtype=torch.float32)
 
 
 @_image_spread.register_fake
-def _(rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
-    batch, heads, height, dim = rows.shape
-    return rows.new_empty(batch, heads, height * columns.shape[2], dim, dtype=dtype)
+def _(sums: Tensor, height: int, width: int, dtype: torch.dtype) -> Tensor:
+    _, batch, heads, _, dim = sums.shape
+    return sums.new_empty(batch, heads, height * width, dim, dtype=dtype)
 
 
 class ImageSums(torch.autograd.Function):
-    """Row and column sums of images. `ImageSpread` is the adjoint: each is the other's gradient."""
+    """Row and column sums of images, (2, batch, heads, max(H, W), dim) with zeros beyond H or W.
+
+    `ImageSpread` is the adjoint: each is the other's gradient.
+    """
 
     @staticmethod
     def forward(v, height, width):
@@ -206,39 +212,39 @@ class ImageSums(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.dtype = inputs[0].dtype
+        v, *ctx.shape = inputs
+        ctx.dtype = v.dtype
 
     @staticmethod
-    def backward(ctx, rows, columns):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return apply(ImageSpread, rows, columns, ctx.dtype), None, None
+    def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return apply(ImageSpread, g, *ctx.shape, ctx.dtype), None, None
 
     @staticmethod
     def vmap(info, in_dims, v, height, width):  # pyright: ignore[reportIncompatibleMethodOverride]
-        v = into_batch(v, in_dims[0], info.batch_size)
-        sums = apply(ImageSums, v, height, width)
-        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in sums), (0, 0)
+        sums = apply(ImageSums, into_batch(v, in_dims[0], info.batch_size), height, width)
+        return sums.unflatten(1, (info.batch_size, -1)), 1
 
 
 class ImageSpread(torch.autograd.Function):
     """y[i, j] = rows[i] + columns[j]."""
 
     @staticmethod
-    def forward(rows, columns, dtype):
-        return torch.ops.fastrpb.image_spread_triton(rows, columns, dtype)
+    def forward(sums, height, width, dtype):
+        return torch.ops.fastrpb.image_spread_triton(sums, height, width, dtype)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.height, ctx.width = inputs[0].shape[-2], inputs[1].shape[-2]
+        _, *ctx.shape, _ = inputs
 
     @staticmethod
     def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return *apply(ImageSums, g, ctx.height, ctx.width), None
+        return apply(ImageSums, g, *ctx.shape), None, None, None
 
     @staticmethod
-    def vmap(info, in_dims, rows, columns, dtype):  # pyright: ignore[reportIncompatibleMethodOverride]
-        rows = into_batch(rows, in_dims[0], info.batch_size)
-        columns = into_batch(columns, in_dims[1], info.batch_size)
-        return apply(ImageSpread, rows, columns, dtype).unflatten(0, (info.batch_size, -1)), 0
+    def vmap(info, in_dims, sums, *rest):  # pyright: ignore[reportIncompatibleMethodOverride]
+        count = info.batch_size
+        sums = sums.movedim(in_dims[0], 1).flatten(1, 2)
+        return apply(ImageSpread, sums, *rest).unflatten(0, (count, -1)), 0
 
 
 def into_batch(x: Tensor, mapped: int | None, count: int) -> Tensor:
