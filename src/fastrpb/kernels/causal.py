@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrpb.kernels.launch import launch
+from fastrpb.kernels.launch import launch, power_of_2
 from fastrpb.kernels.tiles import (
     HIDDEN,
     buffers,
@@ -591,7 +591,7 @@ def _before(
     tensors = b, x, b if mask is None else mask, *queries, sums, norms, shifts
     numbers = heads, columns, share, *strides(b, x)
     launch(_sums, (parts, heads, batch), *tensors, *numbers, **options, **SUMS)
-    count = triton.next_power_of_2(parts)
+    count = power_of_2(parts)
     tile = {name: options[name] for name in ("WIDTH", "VWIDTH", "REVERSE")}
     tile |= {"PARTS": count, "COLUMNS": min(tile["VWIDTH"], max(1, SCANNED // count))}
     grid = tile["VWIDTH"] // tile["COLUMNS"], tile["WIDTH"], batch * heads

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrpb.kernels.launch import launch
+from fastrpb.kernels.launch import ceil_div, launch
 from fastrpb.kernels.layout import largest_weight, unit
 
 PRODUCT = {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 4}
@@ -107,20 +107,20 @@ def _product(
 def product(w: Tensor, v: Tensor, y: Tensor, first: int, *, sign: int = 1) -> None:
     """y[n] = Σ_d w_d · v[n+sign·d]; v and y (batch, heads, ., dim) with contiguous dim."""
     (_, heads, n, dim), m, columns = v.shape, y.shape[2], v.shape[0] * v.shape[3]
-    tile = _tile(v.dtype, columns, heads * triton.cdiv(m, PRODUCT["BM"]))
+    tile = _tile(v.dtype, columns, heads * ceil_div(m, PRODUCT["BM"]))
     size = tile["BM"]
-    zero = triton.cdiv(m, size) * size
-    width = zero + triton.cdiv(n, size) * size + size  # loads past the last tile stay inside
+    zero = ceil_div(m, size) * size
+    width = zero + ceil_div(n, size) * size + size  # loads past the last tile stay inside
     # With a copy for each row of a tile it is a plain piece of a matrix: faster, if that is small.
     copies = size if heads * size * width * 3 <= v.numel() else COPIES
     scale = v.dtype == torch.float16  # the others have the range of float32
     top = largest_weight(w) if scale else w
     table = torch.empty(heads, copies, width, dtype=v.dtype, device=v.device)
-    grid = triton.cdiv(width, 1024), heads, copies
+    grid = ceil_div(width, 1024), heads, copies
     numbers = w.shape[1], first, sign, zero, width
     launch(_shift, grid, w, top, table, *numbers, COPIES=copies, SCALE=scale, BLOCK=1024)
     low, high = sorted((sign * first, sign * (first + w.shape[1] - 1)))
-    grid = triton.cdiv(m, size) * triton.cdiv(columns, tile["BN"]), heads
+    grid = ceil_div(m, size) * ceil_div(columns, tile["BN"]), heads
     numbers = width, zero, low, high, n, m, columns, *v.stride()[:3], *y.stride()[:3]
     launch(_product, grid, table, top, v, y, *numbers, DIM=dim, COPIES=copies, SCALE=scale, **tile)
 
@@ -131,7 +131,7 @@ def _tile(dtype: torch.dtype, columns: int, rows: int) -> dict[str, int]:
         return FLOAT32
     if columns <= 64:
         return NARROW | {"BN": 64 if columns > 32 else 32}
-    return PRODUCT if rows * triton.cdiv(columns, PRODUCT["BN"]) >= ENOUGH else FEW
+    return PRODUCT if rows * ceil_div(columns, PRODUCT["BN"]) >= ENOUGH else FEW
 
 
 @triton.jit
@@ -213,9 +213,9 @@ def lags(g: Tensor, v: Tensor, first: int, distances: int) -> Tensor:
     size, chunk = tile["BT"], tile["BK"]
     first_block, last_block = first // size, (first + distances - 1) // size + 1
     blocks = last_block - first_block + 1
-    parts = max(1, min(triton.cdiv(columns, chunk), PROGRAMS // (blocks * heads)))
-    share = triton.cdiv(triton.cdiv(columns, parts), chunk) * chunk
-    parts = triton.cdiv(columns, share)
+    parts = max(1, min(ceil_div(columns, chunk), PROGRAMS // (blocks * heads)))
+    share = ceil_div(ceil_div(columns, parts), chunk) * chunk
+    parts = ceil_div(columns, share)
     sums = g.new_empty(heads, parts, blocks, 2, size, dtype=torch.float32)
     grid = blocks, parts, heads
     numbers = first_block, m, n, columns, share, *g.stride()[:3], *v.stride()[:3]

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrpb.kernels.direct import COPIES, diagonals
-from fastrpb.kernels.launch import launch
+from fastrpb.kernels.launch import ceil_div, launch
 from fastrpb.kernels.layout import largest, largest_weight, unit
 
 MIX_IN = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
@@ -61,7 +61,7 @@ def cut(length: int, dtype: torch.dtype, *, gradients: bool = False) -> Cut:
         inner, size = 32 if length <= 131072 else 128, 64
     else:
         inner, size = 64, 128
-    return Cut(triton.cdiv(length, inner * size), inner, size)
+    return Cut(ceil_div(length, inner * size), inner, size)
 
 
 @triton.jit
@@ -353,11 +353,11 @@ class _Blocked:
         new = lambda *shape: torch.empty(shape, dtype=torch.float16, device=v.device)  # noqa: E731
         outer, inner = self.outer, self.inner
         self.first = new(1, 2 * outer, outer)
-        grid = triton.cdiv(outer, 256), 2 * outer, 1
+        grid = ceil_div(outer, 256), 2 * outer, 1
         launch(_waves, grid, self.first, outer, outer, 2, 0, 4 * outer, outer**-0.5, BLOCK=256)
         if inner > 1:
             self.second = new(outer, 2 * inner, 2 * inner)
-            grid = triton.cdiv(2 * inner, 256), 2 * inner, outer
+            grid = ceil_div(2 * inner, 256), 2 * inner, outer
             numbers = inner, 2 * inner, 4 * outer, 2, 4 * self.blocks, inner**-0.5
             launch(_waves, grid, self.second, *numbers, BLOCK=256)
 
@@ -369,11 +369,11 @@ class _Blocked:
         extra = 2.0 ** min(0, 15 - math.ceil(math.log2(2 * size * blocks**1.5)))
         top = largest_weight(w)
         folded = w.new_empty(heads, 2 * size, 4 * blocks)
-        grid = triton.cdiv(4 * blocks, TILE), 2 * size // TILE, heads
+        grid = ceil_div(4 * blocks, TILE), 2 * size // TILE, heads
         launch(_fold, grid, w, folded, distances, first, sign, blocks, L=size, TILE=TILE)
         spectra = torch.view_as_real(torch.fft.rfft(folded))
         table = w.new_empty(heads, blocks, 2, COPIES, 2 * size, dtype=torch.float16)
-        grid = triton.cdiv(blocks, TILE), 2 * size // TILE, heads
+        grid = ceil_div(blocks, TILE), 2 * size // TILE, heads
         numbers = self.outer, self.inner, extra
         launch(_tabulate, grid, spectra, top, table, *numbers, L=size, COPIES=COPIES, TILE=TILE)
         return table, top, 1 / extra
@@ -382,12 +382,12 @@ class _Blocked:
         """The adjoint of `spectrum`: dw from the diagonals of all blocks."""
         size, blocks, heads = self.size, self.blocks, len(sums)
         spectra = sums.new_zeros(heads, 2 * size, 2 * blocks + 1, 2)
-        grid = triton.cdiv(blocks, TILE), 2 * size // TILE, heads
+        grid = ceil_div(blocks, TILE), 2 * size // TILE, heads
         numbers = self.outer, self.inner
         launch(_untabulate, grid, sums, spectra, *numbers, L=size, BT=sums.shape[-1], TILE=TILE)
         folded = torch.fft.irfft(torch.view_as_complex(spectra), n=4 * blocks, norm="forward")
         dw = sums.new_empty(heads, distances)
-        grid = triton.cdiv(distances, 256), heads
+        grid = ceil_div(distances, 256), heads
         launch(_unfold, grid, folded, norm, dw, distances, first, blocks, L=size, TILE=256)
         return dw
 
@@ -420,7 +420,7 @@ class _Blocked:
         (batch, heads, n_in, dim), (groups, rows, depth) = x.shape, matrix.shape
         length = self.size if step == 1 else self.inner * self.size
         tile = MIX_IN if step == 0 else MIX_FEW if rows <= 64 else MIX
-        tiles = triton.cdiv(rows, tile["BM"]) * triton.cdiv(length * dim, tile["BN"])
+        tiles = ceil_div(rows, tile["BM"]) * ceil_div(length * dim, tile["BN"])
         x_strides = *x.stride()[:3], depth * length * x.stride(2)
         y_strides = *y.stride()[:3], rows * length * y.stride(2)
         tensors = matrix, x, y, top, top if w_top is None else w_top
@@ -435,7 +435,7 @@ class _Blocked:
         batch, heads, _, dim = x.shape
         tile = (BLOCKS_64 if self.size == 64 else BLOCKS) | {"BN": 64 if batch * dim > 32 else 32}
         z = x if tile["BM"] == self.size else torch.empty_like(x)
-        grid = self.size // tile["BM"] * triton.cdiv(batch * dim, tile["BN"]), self.blocks, heads
+        grid = self.size // tile["BM"] * ceil_div(batch * dim, tile["BN"]), self.blocks, heads
         numbers = batch * dim, self.blocks, *x.stride()[:2]
         launch(_blocks, grid, table, x, z, *numbers, L=self.size, DIM=dim, COPIES=COPIES, **tile)
         return z

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrpb.kernels.launch import launch
+from fastrpb.kernels.launch import ceil_div, launch, power_of_2
 
 SUMS = {"BK": 64, "num_warps": 4, "num_stages": 4}
 COLUMNS = 64  # the most that a program sums up
@@ -119,19 +119,19 @@ def _spread(
 def sums(v: Tensor, height: int, width: int) -> Tensor:
     """(batch, heads, H·W, dim) to float32 (2, batch, heads, max(H, W), dim): rows and columns."""
     batch, heads, _, dim = v.shape
-    side, d = max(height, width), max(16, triton.next_power_of_2(dim))
-    columns = min(COLUMNS, max(16, triton.next_power_of_2(width)))
-    groups = triton.cdiv(width, columns)
+    side, d = max(height, width), max(16, power_of_2(dim))
+    columns = min(COLUMNS, max(16, power_of_2(width)))
+    groups = ceil_div(width, columns)
     # As many rows as columns at the most: together they are the rows of a tile.
     wanted = PROGRAMS // max(1, batch * heads * groups)
-    share = min(columns, triton.cdiv(height, max(1, wanted)))
-    bands = triton.cdiv(height, share)
+    share = min(columns, ceil_div(height, max(1, wanted)))
+    bands = ceil_div(height, share)
     parts = v.new_empty(batch, heads, groups * height + bands * width, dim, dtype=torch.float32)
     numbers = height, width, heads, groups, bands, share, *v.stride()[:3]
     tile = {"DIM": dim, "D": d, "COLUMNS": columns, "BM": 2 * columns, **SUMS}
     launch(_sums, (groups * bands, heads, batch), v, parts, *numbers, **tile)
     out = v.new_empty(2, batch, heads, side, dim, dtype=torch.float32)
-    grid = triton.cdiv(side, 16), 2, batch * heads
+    grid = ceil_div(side, 16), 2, batch * heads
     launch(_total, grid, parts, out, height, width, groups, bands, side, DIM=dim, D=d, ROWS=16)
     return out
 
@@ -139,7 +139,7 @@ def sums(v: Tensor, height: int, width: int) -> Tensor:
 def spread(x: Tensor, height: int, width: int, y: Tensor) -> None:
     """Fill y (batch, heads, H·W, dim), contiguous, from contiguous lines like those of `sums`."""
     _, batch, heads, side, dim = x.shape
-    columns = min(WIDE, triton.next_power_of_2(width))
-    grid = triton.cdiv(height, ROWS) * triton.cdiv(width, columns), heads, batch
-    tile = {"DIM": dim, "D": triton.next_power_of_2(dim), "ROWS": ROWS, "COLUMNS": columns}
+    columns = min(WIDE, power_of_2(width))
+    grid = ceil_div(height, ROWS) * ceil_div(width, columns), heads, batch
+    tile = {"DIM": dim, "D": power_of_2(dim), "ROWS": ROWS, "COLUMNS": columns}
     launch(_spread, grid, x[0], x[1], y, height, width, side, heads, **tile)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrpb.kernels.launch import launch
+from fastrpb.kernels.launch import ceil_div, launch, power_of_2
 
 
 def heads_inside(v: Tensor) -> bool:
@@ -38,9 +38,9 @@ def largest(x: Tensor) -> Tensor:
     """(batch, heads) float32: the largest |x| of each; NaN where there is one."""
     batch, heads, length, dim = x.shape
     out = x.new_zeros(batch, heads, dtype=torch.float32)
-    columns = triton.next_power_of_2(dim)
+    columns = power_of_2(dim)
     rows = max(1, 16384 // columns)
-    grid = triton.cdiv(length, rows), batch, heads
+    grid = ceil_div(length, rows), batch, heads
     bits = out.view(torch.int32)
     numbers = heads, length, dim, *x.stride()[:3]
     launch(_largest, grid, x, bits, *numbers, ROWS=rows, COLUMNS=columns, num_warps=8)
@@ -67,7 +67,7 @@ def _swap(src: Tensor, dst: Tensor) -> None:
     """Copy (batch, outer, inner) between memory orders that end in `inner` and in `batch`."""
     batch, outer, inner = src.shape
     block = 64
-    grid = triton.cdiv(inner, block), outer, triton.cdiv(batch, block)
+    grid = ceil_div(inner, block), outer, ceil_div(batch, block)
     numbers = batch, inner, *src.stride(), *dst.stride()
     launch(_copy, grid, src, dst, *numbers, BB=block, BJ=block, num_warps=4)
 

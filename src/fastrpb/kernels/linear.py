@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrpb.kernels.launch import launch
+from fastrpb.kernels.launch import launch, power_of_2
 from fastrpb.kernels.tiles import (
     HIDDEN,
     buffers,
@@ -348,7 +348,7 @@ def _merged(sums: Tensor, norms: Tensor, shifts: Tensor | None, constants: dict)
     batch, heads, parts, width, v_width = sums.shape
     means, z = buffers(sums, 1, constants)
     shift = torch.empty_like(z) if shifts is not None else z
-    rows, count = 4, triton.next_power_of_2(parts)
+    rows, count = 4, power_of_2(parts)
     tile = {"WIDTH": width, "VWIDTH": v_width, "PARTS": count, "ROWS": rows}
     tile |= {"SOME": min(16, count), "MEANS": shifts is not None}
     inputs = sums, norms, norms if shifts is None else shifts

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastrpb.kernels.launch import ceil_div, power_of_2
+
 HIDDEN = tl.constexpr(-1e30)  # below any logarithm of a feature, yet finite
 
 
@@ -105,7 +107,7 @@ def sizes(q: Tensor, v: Tensor, kind: int) -> dict:
 
 
 def width(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, power_of_2(dim))
 
 
 def strides(*tensors: Tensor) -> list[int]:
@@ -115,9 +117,9 @@ def strides(*tensors: Tensor) -> list[int]:
 
 def parts_of(length: int, batch_heads: int, block: int, programs: int) -> tuple[int, int]:
     """Into how many parts of how many positions to cut a sequence."""
-    wanted = max(1, min(programs // batch_heads, triton.cdiv(length, 2 * block)))
-    share = triton.cdiv(triton.cdiv(length, wanted), block) * block
-    return triton.cdiv(length, share), share
+    wanted = max(1, min(programs // batch_heads, ceil_div(length, 2 * block)))
+    share = ceil_div(ceil_div(length, wanted), block) * block
+    return ceil_div(length, share), share
 
 
 def buffers(x: Tensor, parts: int, constants: dict) -> tuple[Tensor, Tensor]:
