@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from fastrpb.bench import bench, measure
+from fastrpb.bench import bench, gpu, measure
 from fastrpb.bench.cpu import OPERATIONS, operation_cost
 from fastrpb.bench.measure import against_length, growth, medians, peak_of, table
 from fastrpb.bench.model import _crossings, _name, _pairs, layer_cost
@@ -31,6 +31,13 @@ def test_costs_against_the_length_stop_where_patience_ends(monkeypatch):
 def test_only_the_cpu_needs_processes(monkeypatch):
     monkeypatch.setattr(measure, "apart", lambda *_: pytest.fail("a process was started"))
     assert len(against_length(quadratic, 1e-9, [100, 200], "cuda")) == 2
+
+
+def test_a_section_is_a_row_for_every_point():
+    assert gpu.rows("products", lambda a, b: {"ab": a * b}, [(2, 3), (4, 5)]) == [
+        {"ab": 6},
+        {"ab": 20},
+    ]
 
 
 def test_medians_take_turns():

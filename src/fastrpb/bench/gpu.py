@@ -4,19 +4,17 @@ All times are medians in one process. "ms" is a replay of a CUDA graph, what the
 "called ms" is a call from Python, where the CPU may be the slower one. Ratios compare replays.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
 
 from fastrpb.attention import linear_attention
+from fastrpb.bench.measure import Row, Rows, Run, bar
 from fastrpb.features import sikf
 from fastrpb.model import Classifier, ModelConfig
 from fastrpb.toeplitz import toeplitz, toeplitz_matmul, toeplitz_matmul_2d
-
-Run = Callable[[], object]
-Row = dict[str, object]
 
 TOKENS, HEADS, DIM = 65536, 8, 64
 LENGTHS = [1024, 2048, 4096, 16384, 65536]
@@ -277,30 +275,32 @@ def model_row(name: str) -> Row:
     }
 
 
-def rows(function: Callable[..., Row], points: Iterable[tuple]) -> list[Row]:
-    found = []
-    for point in points:
-        found.append(function(*point))
-        torch.cuda.empty_cache()
-    return found
-
-
-def bench_gpu() -> dict[str, list[Row]]:
+def bench_gpu() -> dict[str, Rows]:
     """The tensor-core kernels against torch.fft, dense products, attention and copies."""
     if not torch.cuda.is_available():
         raise ValueError("there is no GPU here; `fastrpb bench cpu` measures without one")
     lengths = [(n,) for n in LENGTHS]
+    few = [(1024,), (4096,), (65536,)]
     million = (MILLION, 4, MILLION)
-    return {
-        "W·V, forward": rows(product_row, [*lengths, million]),
-        "W·V, forward+backward": rows(gradient_row, [*lengths, million]),
-        "512 filters of one channel": rows(
-            filters_row, [(b, n) for n in (1024, 4096) for b in (32, 64)]
+    sections: dict[str, tuple[Callable[..., Row], list[tuple]]] = {
+        "W·V, forward": (product_row, [*lengths, million]),
+        "W·V, forward+backward": (gradient_row, [*lengths, million]),
+        "512 filters of one channel": (
+            filters_row,
+            [(batch, n) for n in (1024, 4096) for batch in (32, 64)],
         ),
-        "SIKF linear attention + FastRPB": rows(
-            attention_row, [(n,) for n in LENGTHS if n != 2048]
-        ),
-        "causal SIKF linear attention": rows(causal_row, [(1024,), (4096,), (65536,)]),
-        "against copies": rows(copies_row, [(1024,), (4096,), (65536,)]),
-        "training steps": rows(model_row, [(name,) for name in MODELS]),
+        "SIKF linear attention + FastRPB": (attention_row, [(n,) for n in LENGTHS if n != 2048]),
+        "causal SIKF linear attention": (causal_row, few),
+        "against copies": (copies_row, few),
+        "training steps": (model_row, [(name,) for name in MODELS]),
     }
+    return {title: rows(title, *section) for title, section in sections.items()}
+
+
+def rows(title: str, measure: Callable[..., Row], points: list[tuple]) -> Rows:
+    """What `measure` gives at each point."""
+    found: Rows = []
+    for point in bar(points, title):
+        found.append(measure(*point))
+        torch.cuda.empty_cache()
+    return found
