@@ -308,11 +308,11 @@ def best_mnist() -> RunConfig:
     return override(
         mnist("linear", "sikf", "fastrpb2d"),
         {
-            **{"dim": 64, "layers": 4, "heads": 4, "mlp_dim": 128, "dropout": 0.15},
-            **{"filters": 64, "bias_kind": "full", "bias_reach": 3.0, "bias_dropout": 0.1},
+            **{"dim": 64, "layers": 4, "heads": 4, "mlp_dim": 128, "dropout": 0.1},
+            **{"filters": 64, "bias_kind": "full", "bias_reach": 3.0},
             **{"absolute": "none", "pooling": "mean"},
-            **{"epochs": 14, "batch_size": 128, "learning_rate": 4e-3, "schedule": "cosine"},
-            **{"warmup": 300, "weight_decay": 0.05, "precision": "bf16", "compile": True},
+            **{"epochs": 14, "batch_size": 100, "learning_rate": 4e-3, "schedule": "cosine"},
+            **{"warmup": 300, "weight_decay": 0.05},
         },
     )
 
