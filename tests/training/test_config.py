@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 
 from fastrpb.config import (
-    BEST,
     COLUMNS,
     ROWS,
-    best,
     differences,
     from_json,
     load_config,
@@ -68,21 +66,6 @@ def test_a_length_in_steps_replaces_one_in_epochs():
     assert (config.steps, config.epochs) == (5, None)
     config = override(config, {"epochs": 2})
     assert (config.steps, config.epochs) == (None, 2)
-
-
-@pytest.mark.parametrize("task", BEST)
-def test_the_best_set_ups(task):
-    config = best(task)
-    assert (config.task, config.model.attention) == (task, "linear")
-    assert config.model.position in ("fastrpb", "fastrpb2d")
-    assert override(config, {"seed": 2}).name == f"{task}-best-s2"
-    assert "best" not in override(config, {"warmup": 7}).name
-    assert config.keep == "last" or config.validation == "train"
-
-
-def test_a_task_without_a_best_set_up():
-    with pytest.raises(ValueError, match=r"best set-up for mnist.*, not for 'digits'"):
-        best("digits")
 
 
 def test_a_changed_config_has_another_name():
