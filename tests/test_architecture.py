@@ -19,6 +19,7 @@ CORE = [
     "features",
     "attention",
     "positions",
+    "norms",
     "model",
     "nn",
 ]

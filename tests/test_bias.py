@@ -271,7 +271,9 @@ def test_repr_shows_the_settings():
     assert repr(FastRPB(8, 64, causal=True, prefix=1)) == (
         "FastRPB(8, max_length=64, causal=True, prefix=1)"
     )
-    assert repr(FastRPB2d(8, 28, 30, kind="full")) == "FastRPB2d(8, 28, 30, kind='full')"
+    assert repr(FastRPB2d(8, 28, 30, kind="full", dropout=0.1, threshold=0.2)) == (
+        "FastRPB2d(8, 28, 30, kind='full', dropout=0.1, threshold=0.2)"
+    )
 
 
 V = torch.randn(2, 3, 10, 4)

@@ -167,6 +167,22 @@ def test_a_prompt_in_chunks_of_which_the_first_are_padding(name, attn):
 
 
 @causals
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_last_part_that_ends_in_padding(name, attn, compiled):
+    model = randomize(attach(make(name, AutoModelForCausalLM, attn)))
+    tokens = inputs(name, 2, 12)["input_ids"]
+    mask = torch.ones_like(tokens)
+    mask[:, 10:] = 0
+    with torch.no_grad():
+        wanted = model(tokens, attention_mask=mask).logits[:, 6:10]
+        first = model(tokens[:, :6], attention_mask=mask[:, :6], use_cache=True)
+        call = torch.compile(model, backend="eager") if compiled else model
+        last = call(tokens[:, 6:], attention_mask=mask, past_key_values=first.past_key_values)
+    torch.testing.assert_close(last.logits[:, :4], wanted, rtol=1e-4, atol=1e-5)
+
+
+@causals
 def test_a_cache_may_be_filled_in_parts(name):
     model = randomize(attach(make(name, AutoModelForCausalLM)))
     tokens = inputs(name, 2, 20)["input_ids"]

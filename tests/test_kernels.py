@@ -21,6 +21,9 @@ from fastrpb import (
 from fastrpb.kernels import ops
 
 hierarchical = pytest.importorskip("fastrpb.kernels.hierarchical", reason="needs triton")
+causal_kernels = pytest.importorskip("fastrpb.kernels.causal")
+image = pytest.importorskip("fastrpb.kernels.image")
+linear = pytest.importorskip("fastrpb.kernels.linear")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = [torch.float16, torch.bfloat16]
@@ -39,6 +42,7 @@ def way(request, monkeypatch):
     """All products by one of the kernels, whatever their length."""
     limit = 10**9 if request.param == "direct" else 0
     monkeypatch.setattr(ops, "CROSSOVER", limit)
+    monkeypatch.setattr(hierarchical, "LEAST", 0)  # small tensors in slices too
     sizes = {"two steps": (2, 64), "wide blocks": (1, 128)}.get(request.param)
     if sizes:
         inner, size = sizes
@@ -317,6 +321,63 @@ def test_no_key_is_lost_because_later_ones_dwarf_it():
     k = torch.linspace(0, 9000, n, device=DEVICE)[:, None].expand(n, 4).view(1, 1, n, 4)
     q, v = rand(2, 1, 1, n, 4)
     assert_attention_as_good_as_plain(q, k, v, phi=sikf, causal=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_sequences(causal):
+    q, k, v = (rand(0, 3, 7, 8).requires_grad_() for _ in range(3))
+    y = linear_attention(q, k, v, phi=sikf, causal=causal, impl="triton")
+    gradients = torch.autograd.grad(y.sum(), (q, k, v))
+    assert all(x.shape == q.shape for x in (y, *gradients))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_gradients_of_attention_where_only_plus_needs_them(causal, monkeypatch):
+    form = causal_kernels if causal else linear
+    monkeypatch.setattr(form, "backward", lambda *_: pytest.fail("computed for nothing"))
+    q, k, v = (rand(2, 3, 7, 8) for _ in range(3))
+    plus = rand(2, 3, 7, 8).requires_grad_()
+    y = linear_attention(q, k, v, phi=sikf, causal=causal, plus=plus, impl="triton")
+    (gradient,) = torch.autograd.grad(y.sum(), plus)
+    assert torch.equal(gradient, torch.ones_like(plus))
+
+
+def test_many_sequences_go_along_the_axis_that_has_room(monkeypatch):
+    """CUDA takes 2³¹ programs along the first axis of a grid, and 65 535 along the others."""
+    launched = {}
+    note = lambda kernel, grid, *_, **__: launched.setdefault(kernel.__name__, grid)  # noqa: E731
+    for form in (linear, causal_kernels, image):
+        monkeypatch.setattr(form, "launch", note)
+    q = torch.empty(256, 257, 100, 1, device=DEVICE, dtype=torch.bfloat16)
+    for causal in (False, True):
+        linear_attention(q, q, q, phi=sikf, causal=causal, impl="triton")
+    image.sums(q, 10, 10)
+    assert {"_merge", "_output", "_total"} <= launched.keys()
+    assert all(size <= 65_535 for grid in launched.values() for size in grid[1:])
+
+
+def test_one_part_needs_no_sums_of_those_before_it(monkeypatch):
+    launched = []
+    note = lambda kernel, *_, **__: launched.append(kernel.__name__)  # noqa: E731
+    monkeypatch.setattr(causal_kernels, "launch", note)
+    many = rand(300, 8, 64, 8)
+    linear_attention(many, many, many, phi=sikf, causal=True, impl="triton")
+    assert launched == ["_output"]
+    long = rand(1, 1, 1000, 8)
+    linear_attention(long, long, long, phi=sikf, causal=True, impl="triton")
+    assert launched[1:] == ["_sums", "_scan", "_output"]
+
+
+def test_small_tensors_are_not_cut_into_slices(monkeypatch):
+    launched = []
+    monkeypatch.setattr(hierarchical, "launch", lambda kernel, *_, **__: launched.append(kernel))
+    monkeypatch.setattr(hierarchical, "largest", lambda v: v.new_ones(v.shape[:2]).float())
+    w, v = rand(8, 2 * 4096 - 1), rand(1, 8, 4096, 64, dtype=torch.bfloat16)
+    toeplitz_matmul(w, v, impl="triton")
+    assert [kernel.__name__ for kernel in launched].count("_blocks") == 1
+    monkeypatch.setattr(hierarchical, "LEAST", 0)
+    toeplitz_matmul(w, v, impl="triton")
+    assert [kernel.__name__ for kernel in launched].count("_blocks") == 1 + 8
 
 
 def test_linear_attention_in_any_memory_order_and_lead():

@@ -137,6 +137,8 @@ def linear_attention(
     >>> definition = linear_attention_weights(q, k, phi=sikf, causal=True) @ v
     >>> torch.allclose(y, definition, atol=1e-5)
     True
+    >>> torch.equal(linear_attention(q, k, v, phi=sikf, causal=True, plus=v), y + v)
+    True
     """
     _check(q, k, v, mask)
     _check_phi(phi)
@@ -216,7 +218,9 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
         saved = *ctx.saved_tensors, *(7 - len(ctx.saved_tensors)) * [None]
-        gradients = apply(_FusedGradients, g, *saved, ctx.kind, ctx.causal)
+        gradients = [None] * 3
+        if any(ctx.needs_input_grad[:3]):
+            gradients = apply(_FusedGradients, g, *saved, ctx.kind, ctx.causal)
         return *gradients, None, g if ctx.plus else None, None, None
 
     @staticmethod

@@ -54,6 +54,10 @@ class _Bias(nn.Module, ABC):
             w = nn.functional.softshrink(w, self.threshold)
         return nn.functional.dropout(w, self.dropout) if self.dropout and self.training else w
 
+    def _settings(self) -> str:
+        named = {name: getattr(self, name) for name in ("prefix", "dropout", "threshold")}
+        return "".join(f", {name}={value}" for name, value in named.items() if value)
+
     @abstractmethod
     def reset_parameters(self) -> None:
         """Draw `w` anew by `init`."""
@@ -90,7 +94,8 @@ class _Bias(nn.Module, ABC):
     def matrix(self, length: int) -> Tensor:
         """W for a sequence of `length` tokens, prefix included: `matrix(length) @ v == forward(v)`.
 
-        Returns (heads, length, length): for plots and tests.
+        Returns (heads, length, length): for plots and tests. While training with dropout, every
+        call drops other weights.
         """
         if length <= self.prefix:
             raise ValueError(f"length {length} has no tokens after the prefix of {self.prefix}")
@@ -350,8 +355,7 @@ class FastRPB(_Bias):
 
     def extra_repr(self) -> str:
         flags = "".join(f", {f}=True" for f in ("causal", "symmetric") if getattr(self, f))
-        prefix = f", prefix={self.prefix}" if self.prefix else ""
-        return f"{self.num_heads}, max_length={self.max_length}{flags}{prefix}"
+        return f"{self.num_heads}, max_length={self.max_length}{flags}{self._settings()}"
 
 
 @dataclass
@@ -430,7 +434,11 @@ class FastRPB2d(_Bias):
         self.init(self.w, self._reach().to(self.w), copies)
 
     def weights(self) -> Tensor:
-        """w as it counts: past the threshold and, while training, with some dropped."""
+        """w as it counts: past the threshold and, while training, with some dropped.
+
+        >>> FastRPB2d(2, 3, 3, kind="full", threshold=0.1).weights().shape
+        torch.Size([2, 5, 5])
+        """
         return self._used(self.w)
 
     def _dense(self, length: int) -> Tensor:
@@ -480,5 +488,5 @@ class FastRPB2d(_Bias):
         )
 
     def extra_repr(self) -> str:
-        prefix = f", prefix={self.prefix}" if self.prefix else ""
-        return f"{self.num_heads}, {self.height}, {self.width}, kind={self.kind!r}{prefix}"
+        size = f"{self.num_heads}, {self.height}, {self.width}"
+        return f"{size}, kind={self.kind!r}{self._settings()}"

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -159,7 +159,9 @@ class RunConfig:
         plain = preset(self.task, model.attention, model.features, model.position)
         if self == replace(plain, seed=self.seed):
             return name
-        return f"{name}-{hashlib.blake2b(to_json(self).encode(), digest_size=3).hexdigest()}"
+        # The differences alone, so that fields that are yet to come leave the mark as it is.
+        changed = ";".join(differences(replace(plain, seed=self.seed), self))
+        return f"{name}-{hashlib.blake2b(changed.encode(), digest_size=3).hexdigest()}"
 
     def learning_rate_at(self, step: int, steps: int) -> float:
         """The learning rate of step 1..steps.
@@ -328,6 +330,19 @@ def flat(config: RunConfig) -> dict[str, Any]:
     """The fields of the run and of its model in one dict, as JSON has them."""
     values = json.loads(json.dumps(asdict(config)))
     return {**values.pop("model"), **values}
+
+
+def completed(config: dict[str, Any]) -> dict[str, Any]:
+    """A config as JSON has it, with the defaults of fields that came after it was written.
+
+    >>> completed({"task": "digits", "model": {"layers": 1}})["model"]["norm"]
+    'layer'
+    """
+    own, model = (
+        {f.name: f.default for f in fields(kind) if f.default is not MISSING}
+        for kind in (RunConfig, ModelConfig)
+    )
+    return {**own, **config, "model": {**model, **config["model"]}}
 
 
 def differences(saved: RunConfig, asked: RunConfig) -> list[str]:

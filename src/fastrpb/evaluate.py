@@ -1,4 +1,7 @@
-"""What the model of a run gives: the metrics of a split, the classes of a new input."""
+"""What the model of a run gives: the metrics of a split, the classes of a new input.
+
+And what training shares with it: a run's model, data and device, random numbers, clear errors.
+"""
 
 import hashlib
 import random
@@ -51,7 +54,7 @@ def evaluate(
         world_size=accelerator.num_processes,
     )
     model.eval()
-    draw_from("evaluate")  # for encodings that draw noise
+    seed_from("evaluate")  # for encodings that draw noise
     with torch.no_grad():
         for batch in batches:
             logits, labels = classify(model, batch, accelerator.device)
@@ -125,7 +128,7 @@ def predict(folder: str | Path, items: Sequence[str]) -> list[tuple[str, float]]
     if len(items) != 1 + facts.pair:
         raise ValueError(f"{facts.name} takes {1 + facts.pair} inputs, got {len(items)}")
     with torch.no_grad(), own_random_numbers(torch.device("cpu")):
-        draw_from("evaluate")
+        seed_from("evaluate")
         logits = model(*(facts.encode(item).unsqueeze(0) for item in items))
     probabilities = logits.softmax(-1).squeeze(0).tolist()
     return sorted(zip(facts.classes, probabilities, strict=True), key=lambda pair: -pair[1])
@@ -159,7 +162,7 @@ def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name[len(prefix) :]: x for name, x in tensors.items() if name.startswith(prefix)}
 
 
-def draw_from(*values: object) -> None:
+def seed_from(*values: object) -> None:
     """Random numbers that depend on these values alone."""
     digest = hashlib.blake2b(repr(values).encode(), digest_size=7).digest()
     seed = int.from_bytes(digest, "big")

@@ -29,6 +29,7 @@ from fastrpb.bias import BiasState, FastRPB, FastRPB2d, Kind
 from fastrpb.checks import check_choice, check_mask, check_size, check_tensor
 from fastrpb.features import DPFP, FavorPlus, elu1, relu, sikf
 from fastrpb.files import read_tensors, write_tensors
+from fastrpb.norms import BatchNorm, LayerNorm
 from fastrpb.positions import (
     ALiBi,
     ConvSPE,
@@ -47,6 +48,7 @@ Position = Literal[
 ]
 Absolute = Literal["none", "learned", "sinusoidal"]
 Pooling = Literal["cls", "mean"]
+Norm = Literal["layer", "batch"]
 BiasInit = Literal["local", "normal", "zero"]
 
 ON_LOGITS = ("rpe", "t5", "alibi")
@@ -81,6 +83,7 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
     position: Annotated[Position, "relative positions of every layer"] = "fastrpb"
     absolute: Annotated[Absolute, "positions added to the embedding"] = "learned"
     pooling: Annotated[Pooling, "what is classified: a CLS token, or the mean"] = "cls"
+    norm: Annotated[Norm, "before attention and MLP, over channels or over the batch"] = "layer"
     causal: Annotated[bool, "each token sees the earlier ones alone"] = False
     image: Annotated[tuple[int, int] | None, "height and width, for fastrpb2d"] = None
     bias_kind: Annotated[Kind, "of fastrpb2d"] = "additive"
@@ -107,6 +110,7 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
             ("position", Position),
             ("absolute", Absolute),
             ("pooling", Pooling),
+            ("norm", Norm),
             ("bias_kind", Kind),
             ("bias_init", BiasInit),
         ):
@@ -314,11 +318,12 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """x + Attention(LN(x)), then x + MLP(LN(x))."""
+    """x + Attention(Norm(x)), then x + MLP(Norm(x))."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.dim)
+        norm = {"layer": LayerNorm, "batch": BatchNorm}[config.norm]
+        self.attention_norm = norm(config.dim)
         self.attention = SelfAttention(
             config.dim,
             config.width,
@@ -327,7 +332,7 @@ class Block(nn.Module):
             _encoding(config),
             _bias(config),
         )
-        self.mlp_norm = nn.LayerNorm(config.dim)
+        self.mlp_norm = norm(config.dim)
         self.mlp = nn.Sequential(
             nn.Linear(config.dim, config.mlp),
             nn.GELU(),
@@ -339,8 +344,8 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, stream: Stream | None = None
     ) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), mask, stream))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        x = x + self.dropout(self.attention(self.attention_norm(x, mask), mask, stream))
+        return x + self.dropout(self.mlp(self.mlp_norm(x, mask)))
 
 
 class Encoder(nn.Module):

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fastrpb import figures
 from fastrpb.compare import Cells, cells, lines, on_test
-from fastrpb.config import COLUMNS, ROWS
+from fastrpb.config import COLUMNS, ROWS, completed
 from fastrpb.evaluate import load_run
 from fastrpb.files import replacing
 from fastrpb.run import Run, read_lines, same_config
@@ -245,12 +245,12 @@ def set_ups(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
     """
     groups: list[tuple[str, dict[str, str], list[Entry]]] = []
     for entry in entries:
-        rest = {k: v for k, v in entry.config.items() if k not in ("model", "seed")}
-        model = dict(entry.config["model"])
-        words = ("attention", "features", "position")
-        cell = same_config({name: model.pop(name, None) for name in words})
-        own = same_config({"a": model.pop("absolute", None), "r": rest.pop("learning_rate", None)})
-        key = same_config({**rest, "model": model})
+        rest = completed(entry.config)
+        model = rest.pop("model")
+        cell = json.dumps([model.pop(name) for name in ("attention", "features", "position")])
+        own = json.dumps([model.pop("absolute"), rest.pop("learning_rate")])
+        del rest["seed"]
+        key = json.dumps([rest, model], sort_keys=True)
         for known, cells_of, group in groups:
             if known == key and cells_of.setdefault(cell, own) == own:
                 group.append(entry)

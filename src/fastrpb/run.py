@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from fastrpb import __version__
-from fastrpb.config import RunConfig, differences, from_json, load_config, to_json
+from fastrpb.config import RunConfig, completed, differences, from_json, load_config, to_json
 from fastrpb.files import read_tensors, replacing, write_tensors
 
 KEPT = 2  # checkpoints
@@ -185,9 +185,10 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 raise ValueError(f"{path}: line {number} is damaged; remove it") from None
 
 
-def same_config(config: dict[str, Any]) -> str:
-    """A text that two configs share if they are equal, whether they were in JSON or not."""
-    return json.dumps(config, sort_keys=True)
+def same_config(config: Any) -> str:
+    """A text that two configs share if they are equal, whenever and however they were written."""
+    whole = isinstance(config, dict) and isinstance(config.get("model"), dict)
+    return json.dumps(completed(config) if whole else config, sort_keys=True)
 
 
 def append_result(path: Path, record: dict[str, Any]) -> None:

@@ -43,11 +43,11 @@ from fastrpb.evaluate import (
     build,
     classify,
     clear_errors,
-    draw_from,
     evaluate,
     load_data,
     make_accelerator,
     own_random_numbers,
+    seed_from,
     under,
 )
 from fastrpb.model import save_model
@@ -168,7 +168,7 @@ class _Trainer:
         self.batches = self._train_batches()
         self.steps = config.steps or (config.epochs or 0) * len(self.batches)
         self.eval_every = config.eval_every or len(self.batches)
-        draw_from("weights", config.seed)
+        seed_from("weights", config.seed)
         model = build(config)
         self.parameters = sum(p.numel() for p in model.parameters())
         if config.compile:
@@ -240,7 +240,7 @@ class _Trainer:
 
     def _train_step(self, batch: Batch) -> None:
         config, state = self.config, self.state
-        draw_from("step", config.seed, state.step, self.accelerator.process_index)
+        seed_from("step", config.seed, state.step, self.accelerator.process_index)
         rate = config.learning_rate_at(state.step + 1, self.steps)
         factors = (1.0, config.bias_rate)
         for group, factor in zip(self.optimizer.param_groups, factors, strict=False):

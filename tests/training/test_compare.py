@@ -7,6 +7,7 @@ import pytest
 
 from apart import APART  # noqa: F401, its processes start the grid's too
 from fastrpb.compare import cells, compare, finished, grid, on_test
+from fastrpb.report import collect
 from fastrpb.run import Run, append_result, read_lines
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,6 +41,19 @@ def test_a_run_that_fails_does_not_end_the_others(small, tmp_path):
     assert [r["steps"] for r in found] == [2]
     (failure,) = [e for c, e in events if isinstance(e, str)]
     assert "the loss is" in failure
+
+
+def test_a_record_from_before_a_field_existed_still_counts(small, tmp_path):
+    config = small(steps=2)
+    (record,) = compare([config], tmp_path, cpu=True)
+    for path in (tmp_path / "results.jsonl", tmp_path / config.name / "result.json"):
+        old = json.loads(path.read_text())
+        del old["config"]["bias_rate"], old["config"]["model"]["bias_dropout"]
+        path.write_text(json.dumps(old) + "\n")
+    stand = tmp_path.stat().st_mtime_ns
+    assert [r["seconds"] for r in compare([config], tmp_path, cpu=True)] == [record["seconds"]]
+    assert tmp_path.stat().st_mtime_ns == stand
+    assert [entry.name for entry in collect([tmp_path])] == [config.name]
 
 
 def test_a_run_of_another_process_is_waited_for(small, tmp_path):

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import math
 from dataclasses import replace
@@ -66,6 +67,15 @@ def test_a_length_in_steps_replaces_one_in_epochs():
     assert (config.steps, config.epochs) == (5, None)
     config = override(config, {"epochs": 2})
     assert (config.steps, config.epochs) == (None, 2)
+
+
+def test_a_name_does_not_depend_on_fields_that_are_as_ever():
+    """A folder is found again after fields were added to the config."""
+    config = override(preset("digits"), {"steps": 7})
+    changed = differences(preset("digits"), config)
+    digest = hashlib.blake2b(";".join(changed).encode(), digest_size=3).hexdigest()
+    assert changed == ["epochs 12 → None", "steps None → 7"]
+    assert config.name == f"digits-sikf-fastrpb-s0-{digest}"
 
 
 def test_a_changed_config_has_another_name():

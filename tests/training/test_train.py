@@ -22,10 +22,10 @@ from fastrpb.evaluate import (
     _scores,
     build,
     classify,
-    draw_from,
     evaluate_run,
     load_run,
     predict,
+    seed_from,
 )
 from fastrpb.run import Run
 from fastrpb.train import DivergedError, Interruption, train
@@ -66,11 +66,11 @@ def train_and_die(config, folder, save):
     train(config, folder, cpu=True)
 
 
-@pytest.mark.parametrize("position", ["fastrpb", "sinespe"])
-def test_killed_at_random_it_ends_as_if_it_never_was(small, tmp_path, position):
+@pytest.mark.parametrize(("position", "norm"), [("fastrpb", "batch"), ("sinespe", "layer")])
+def test_killed_at_random_it_ends_as_if_it_never_was(small, tmp_path, position, norm):
     """Dropout, noise, the order of the data, the optimiser and the best weights: all go on."""
     config = small(steps=250, save_every=7, eval_every=50, keep="best", position=position)
-    config = override(config, {"learning_rate": 1e-2, "realizations": 4})
+    config = override(config, {"learning_rate": 1e-2, "realizations": 4, "norm": norm})
     whole = APART.Process(target=train_apart, args=(config, tmp_path / "whole"))
     whole.start()
     whole.join()
@@ -102,7 +102,7 @@ def test_the_steps_are_those_of_a_plain_loop(small, tmp_path):
         **{"weight_decay": 0.1, "bias_rate": 3.0, "bias_decay": 0.9},
     )
     train(config, tmp_path / "run", cpu=True)
-    draw_from("weights", config.seed)
+    seed_from("weights", config.seed)
     model = build(config)
     w = [p for name, p in model.named_parameters() if name.endswith("bias.w")]
     rest = [p for name, p in model.named_parameters() if not name.endswith("bias.w")]

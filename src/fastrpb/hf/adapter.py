@@ -365,8 +365,9 @@ def _term(
     if queries == n or isinstance(bias, FastRPB2d):
         return bias(v, keep)
     before = n - queries
+    if attention_mask is not None and attention_mask.dim() == 4:
+        before = _before(attention_mask)
     if keep is not None:
-        before = _before(keep, queries)
         v = v.masked_fill(~keep[:, None, :, None], 0)
     distances = torch.arange(1 - queries, n, device=v.device) - before
     weights = bias.weights(n)[:, distances + n - 1]
@@ -393,7 +394,7 @@ def _keep(mask: Tensor, bias: FastRPB | FastRPB2d) -> Tensor:
     if isinstance(bias, FastRPB) and bias.causal:
         queries, n = mask.shape[-2:]
         order = torch.arange(n, device=mask.device)
-        expected = expected & (order <= order[:queries, None] + _before(keep, queries))
+        expected = expected & (order <= order[:queries, None] + _before(mask))
     # Some versions let queries that are padding see everything, since NaN comes of nothing.
     padding = ~expected.any(-1) & visible.all(-1)
     if ((visible != expected).any(-1) & ~padding).any():
@@ -405,13 +406,18 @@ def _keep(mask: Tensor, bias: FastRPB | FastRPB2d) -> Tensor:
     return keep
 
 
-def _before(keep: Tensor, queries: int) -> int | Tensor:
-    """How many keys stand before the first query: the last is where the last key is that counts.
+def _before(mask: Tensor) -> int | Tensor:
+    """How many keys stand before the first query, of a mask (batch, 1, M, N).
 
-    A static cache has empty slots after it.
+    The last key that a query sees is at its own place, if that is no padding. A static cache has
+    empty slots after the last query.
     """
-    n = keep.shape[-1]
+    queries, n = mask.shape[-2:]
     if queries == n:
         return 0
-    last = (keep.any(0) * torch.arange(n, device=keep.device)).max()
-    return (last - queries + 1).clamp(min=0)
+    visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
+    order = torch.arange(n, device=mask.device)
+    before = (visible * order).amax(-1) - order[:queries]
+    # Some versions let queries that are padding see everything.
+    padding = visible.all(-1) & (order[:queries] < queries - 1)
+    return before.masked_fill(padding, 0).amax().clamp(min=0)

@@ -11,8 +11,8 @@ a chunk where they do is taken one column at a time. Then nothing overflows, and
 because a later one is larger.
 
 Forward, rows are queries and columns are keys, x = v and e = 1; top_n is kept. In bfloat16 the
-weights are rounded before they are summed up. With w normalised to Σ_m w_nm = 1, g the gradient of
-y and c_n = g_n·y_n,
+weights of a chunk are rounded before they are summed up. With w normalised to Σ_m w_nm = 1, g the
+gradient of y and c_n = g_n·y_n,
 
     d log φ(q_n)_f = Σ_{m<=n} w_nmf (g_n·v_m - c_n),    dv_m = Σ_{n>=m} w_nm g_n,
     d log φ(k_m)_f = Σ_{n>=m} w_nmf (v_m·g_n - c_n),
@@ -170,8 +170,8 @@ def _scan(
     COLUMNS: tl.constexpr,
 ):
     """X, z and s of all that comes before each part, for one feature and some columns."""
-    f, line = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    d = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    line, f = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     p = tl.arange(0, PARTS)
     source = p + 1 if REVERSE else p - 1
     there = (source >= 0) & (source < parts)
@@ -184,7 +184,7 @@ def _scan(
     shift, norm = tl.associative_scan((shift, norm), 0, _add, reverse=REVERSE)
     at = (line * parts + p) * WIDTH + f
     tl.store(sums_out + at[:, None] * VWIDTH + d, total, mask=(p < parts)[:, None])
-    if tl.program_id(0) == 0:
+    if tl.program_id(1) == 0:
         tl.store(norms_out + at, norm, mask=p < parts)
         tl.store(shifts_out + at, shift, mask=p < parts)
 
@@ -588,13 +588,15 @@ def _before(
     (batch, heads, columns, _), (parts, share) = b.shape, cut
     sums, norms = buffers(b, parts, options)
     shifts = torch.empty_like(norms)
+    if parts == 1:
+        return [sums.zero_(), norms.zero_(), shifts.fill_(HIDDEN.value)]
     tensors = b, x, b if mask is None else mask, *queries, sums, norms, shifts
     numbers = heads, columns, share, *strides(b, x)
     launch(_sums, (parts, heads, batch), *tensors, *numbers, **options, **SUMS)
     count = power_of_2(parts)
     tile = {name: options[name] for name in ("WIDTH", "VWIDTH", "REVERSE")}
     tile |= {"PARTS": count, "COLUMNS": min(tile["VWIDTH"], max(1, SCANNED // count))}
-    grid = tile["VWIDTH"] // tile["COLUMNS"], tile["WIDTH"], batch * heads
+    grid = batch * heads, tile["VWIDTH"] // tile["COLUMNS"], tile["WIDTH"]
     out = [torch.empty_like(x) for x in (sums, norms, shifts)]
     launch(_scan, grid, sums, norms, shifts, *out, parts, **tile)
     return out

@@ -37,6 +37,7 @@ BLOCKS = {"BM": 128, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
 BLOCKS_64 = {"BM": 64, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 2}
 LAGS = {"BT": 64, "BK": 64, "num_warps": 2, "num_stages": 3}
 TILE = 32  # of the small kernels that prepare the weights
+LEAST = 1 << 24  # bytes of scratch memory that are never worth saving
 
 
 class Cut(NamedTuple):
@@ -441,9 +442,13 @@ class _Blocked:
         return z
 
     def chunks(self, v: Tensor, scratch: float) -> Iterator[tuple[slice, slice]]:
-        """Slices of the batch, or of the heads, whose X takes at most `scratch` sizes of v."""
+        """Slices of the batch, or of the heads, whose X takes at most `scratch` sizes of v.
+
+        Or LEAST bytes: of small tensors, the launches for each slice cost more than they save.
+        """
         batch, heads, _, dim = v.shape
-        room = max(1, int(scratch * v.numel() * 2) // (4 * self.blocks * self.size * dim))
+        allowed = max(LEAST, int(scratch * v.numel() * 2))
+        room = max(1, allowed // (4 * self.blocks * self.size * dim))
         every = slice(None)
         for b in range(0, batch, max(1, room // heads)):
             if room >= heads:

@@ -39,7 +39,7 @@ def _sums(
     group, band = tl.program_id(0) % groups, tl.program_id(0) // groups
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     top, left = band * share, group * COLUMNS
-    v += b * vb + h * vh + (top * width + left) * vn
+    v += b * vb + h * vh + (top * width + left).to(tl.int64) * vn
     parts += (b * heads + h) * (groups * height + bands * width) * DIM
     s, d = tl.arange(0, BM), tl.arange(0, D)[None, :]
     rows, columns = tl.minimum(share, height - top), tl.minimum(COLUMNS, width - left)
@@ -72,8 +72,8 @@ def _total(
     ROWS: tl.constexpr,
 ):
     """The sums of the parts that `_sums` left: of rows (0) or of columns (1)."""
-    which, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    s = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    bh, which = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    s = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, D)[None, :]
     size, count = tl.where(which == 0, height, width), tl.where(which == 0, groups, bands)
     parts += (bh * (groups * height + bands * width) + which * groups * height) * DIM
@@ -81,7 +81,7 @@ def _total(
     for p in tl.range(0, count):
         at = parts + (p * size + s)[:, None] * DIM + d
         total += tl.load(at, mask=(s < size)[:, None] & (d < DIM), other=0.0)
-    at = out + ((which * tl.num_programs(2) + bh) * side + s)[:, None] * DIM + d
+    at = out + ((which * tl.num_programs(0) + bh) * side + s)[:, None] * DIM + d
     tl.store(at, total, mask=(s < side)[:, None] & (d < DIM))
 
 
@@ -131,7 +131,7 @@ def sums(v: Tensor, height: int, width: int) -> Tensor:
     tile = {"DIM": dim, "D": d, "COLUMNS": columns, "BM": 2 * columns, **SUMS}
     launch(_sums, (groups * bands, heads, batch), v, parts, *numbers, **tile)
     out = v.new_empty(2, batch, heads, side, dim, dtype=torch.float32)
-    grid = ceil_div(side, 16), 2, batch * heads
+    grid = batch * heads, ceil_div(side, 16), 2
     launch(_total, grid, parts, out, height, width, groups, bands, side, DIM=dim, D=d, ROWS=16)
     return out
 

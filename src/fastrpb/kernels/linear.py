@@ -1,4 +1,4 @@
-"""Bidirectional linear attention in two passes over the data each way, the features never stored.
+"""Bidirectional linear attention: sums over the keys, then the queries; no features are stored.
 
 With the keys normalised, a_mf = φ(k_m)_f / z_f for z_f = Σ_m φ(k_m)_f, and the queries as well,
 p_nf = φ(q_n)_f z_f / Σ_f φ(q_n)_f z_f, linear attention is
@@ -10,7 +10,7 @@ each feature, which the queries add, and their own largest after that: all expon
 In bfloat16 both weights are rounded before they are summed up: they are averages all the same.
 Backward, with g the gradient of y: t = g·uᵀ, d log p = p(t - Σ_f p·t), du = pᵀ·g, and then
 d log a_m = a(v_m·duᵀ + c) with c = Σ_n d log p_n - u·du, and dv = a·du. Each tensor is read or
-written once.
+written once, the keys twice where φ = exp.
 """
 
 import torch
@@ -138,8 +138,8 @@ def _merge(
     MEANS: tl.constexpr,
 ):
     """The parts as one: u and z at the largest shift, or plain sums."""
-    bh = tl.program_id(1).to(tl.int64)
-    f = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    bh = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     p = tl.arange(0, PARTS)
     at = (bh * parts + p)[:, None] * WIDTH + f[None, :]
     there = (p < parts)[:, None]
@@ -352,7 +352,7 @@ def _merged(sums: Tensor, norms: Tensor, shifts: Tensor | None, constants: dict)
     tile = {"WIDTH": width, "VWIDTH": v_width, "PARTS": count, "ROWS": rows}
     tile |= {"SOME": min(16, count), "MEANS": shifts is not None}
     inputs = sums, norms, norms if shifts is None else shifts
-    launch(_merge, (width // rows, batch * heads), *inputs, means, z, shift, parts, **tile)
+    launch(_merge, (batch * heads, width // rows), *inputs, means, z, shift, parts, **tile)
     return [x.squeeze(2) for x in ((means, z) if shifts is None else (means, z, shift))]
 
 

@@ -1,7 +1,7 @@
 """The operators that Triton computes, known to torch without importing Triton.
 
-`torch.compile` sees one node for each, and their results follow the memory order of the values:
-(batch, length, heads, dim), as a model's projections give them, or (batch, heads, length, dim).
+`torch.compile` sees one node for each. Products and attention follow the memory order of the
+values: (batch, length, heads, dim), as a model's projections give them, or (batch, heads, ...).
 """
 
 import importlib.util
@@ -102,6 +102,17 @@ def _toeplitz_backward(
     return dw, result
 
 
+def _state_width(dim: int) -> int:
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def _attention_state(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> list[Tensor]:
+    """Room for what the gradients of linear attention need."""
+    rows = *k.shape[:2], _state_width(k.shape[3])
+    shapes = [q.shape[:3]] if causal else [(*rows, _state_width(v.shape[3])), rows, rows]
+    return [k.new_empty(x, dtype=torch.float32) for x in shapes]
+
+
 @torch.library.custom_op("fastrpb::linear_attention_triton", mutates_args=())
 def _attention(
     q: Tensor,
@@ -117,6 +128,8 @@ def _attention(
     from fastrpb.kernels import linear  # noqa: PLC0415
 
     y = _like(v, q.shape[2])
+    if not len(q):
+        return y, _attention_state(q, k, v, causal)
     mask = None if mask is None else mask.contiguous()
     plus = None if plus is None else _rows(plus)
     form = causal_attention if causal else linear
@@ -138,6 +151,8 @@ def _attention_backward(
     from fastrpb.kernels import linear  # noqa: PLC0415
 
     dq, dk, dv = (_like(x, x.shape[2]) for x in (q, k, v))
+    if not len(q):
+        return dq, dk, dv
     mask = None if mask is None else mask.contiguous()
     g, q, k, v = (_rows(x) for x in (g, q, k, v))
     form = causal_attention if causal else linear
@@ -172,15 +187,9 @@ def _(g: Tensor, w: Tensor, v: Tensor, first: int, prefix: int) -> tuple[Tensor,
     return w.new_empty(w.shape), _like(v, v.shape[2])
 
 
-def _state_width(dim: int) -> int:
-    return max(16, 1 << (dim - 1).bit_length())
-
-
 @_attention.register_fake
 def _(q, k, v, mask, plus, kind, causal):
-    rows = *k.shape[:2], _state_width(k.shape[3])
-    shapes = [q.shape[:3]] if causal else [(*rows, _state_width(v.shape[3])), rows, rows]
-    return _like(v, q.shape[2]), [k.new_empty(x, dtype=torch.float32) for x in shapes]
+    return _like(v, q.shape[2]), _attention_state(q, k, v, causal)
 
 
 @_attention_backward.register_fake

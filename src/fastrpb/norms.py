@@ -1,0 +1,42 @@
+"""Norms of tokens (batch, length, dim) that know which of them are padding."""
+
+import torch
+from torch import Tensor, nn
+
+
+class LayerNorm(nn.LayerNorm):
+    """Each token by itself: what the others are does not matter."""
+
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(input)
+
+
+class BatchNorm(nn.BatchNorm1d):
+    """Each channel by its mean and variance over all kept tokens of the batch.
+
+    Unlike LayerNorm it keeps how large a token is next to the others, such as bright and dark.
+    Evaluated, it uses the averages of training. Several processes have statistics each of its own.
+
+    >>> x = torch.randn(4, 100, 8) * 5 + 3
+    >>> y = BatchNorm(8)(x)
+    >>> bool(y.mean((0, 1)).abs().max() < 1e-5), bool((y.std((0, 1)) - 1).abs().max() < 0.01)
+    (True, True)
+    """
+
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None or not self.training:
+            return super().forward(input.flatten(0, 1)).view_as(input)
+        x, kept = input.float(), mask.unsqueeze(-1)
+        count = kept.sum().clamp(min=2)
+        mean = (x * kept).sum((0, 1)) / count
+        variance = ((x - mean).square() * kept).sum((0, 1)) / count
+        self._track(mean, variance * count / (count - 1))
+        y = (x - mean) * torch.rsqrt(variance + self.eps) * self.weight + self.bias
+        return y.to(input.dtype)
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        """Move the averages as torch does where nothing is masked."""
+        self.num_batches_tracked.add_(1)  # pyright: ignore[reportOptionalMemberAccess]
+        self.running_mean.lerp_(mean, self.momentum)  # pyright: ignore
+        self.running_var.lerp_(variance, self.momentum)  # pyright: ignore

@@ -1,0 +1,65 @@
+import pytest
+import torch
+from torch import nn
+
+from fastrpb import Classifier, ModelConfig
+from fastrpb.norms import BatchNorm, LayerNorm
+
+
+def kept_tokens():
+    torch.manual_seed(0)
+    x = torch.randn(3, 7, 5) * 4 + 2
+    mask = torch.arange(7) < torch.tensor([[7], [4], [1]])
+    return x, mask
+
+
+def test_batch_norm_is_that_of_the_kept_tokens():
+    x, mask = kept_tokens()
+    norm, plain = BatchNorm(5), nn.BatchNorm1d(5)
+    with torch.no_grad():
+        norm.weight.uniform_(), norm.bias.uniform_()
+    plain.load_state_dict(norm.state_dict())
+    one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    got, wanted = norm(one, mask)[mask], plain(other[mask])
+    torch.testing.assert_close(got, wanted)
+    g = torch.randn_like(wanted)
+    torch.testing.assert_close(
+        torch.autograd.grad(got, [one, norm.weight, norm.bias], g),
+        torch.autograd.grad(wanted, [other, plain.weight, plain.bias], g),
+    )
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(norm.state_dict()[name], value)
+    norm.eval(), plain.eval()
+    torch.testing.assert_close(norm(x, mask)[mask], plain(x[mask]))
+
+
+def test_without_a_mask_all_tokens_count():
+    x, mask = kept_tokens()
+    torch.testing.assert_close(BatchNorm(5)(x), BatchNorm(5)(x, torch.ones_like(mask)))
+    torch.testing.assert_close(BatchNorm(5)(x), nn.BatchNorm1d(5)(x.flatten(0, 1)).view_as(x))
+    assert torch.equal(LayerNorm(5)(x, mask), nn.LayerNorm(5)(x))
+
+
+def test_all_of_it_masked_stays_finite():
+    x, mask = kept_tokens()
+    norm = BatchNorm(5)
+    assert norm(x, mask & False).isfinite().all()
+    assert all(value.isfinite().all() for value in norm.state_dict().values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precisions_come_back_as_they_were(dtype):
+    x, mask = kept_tokens()
+    norm = BatchNorm(5)
+    y = norm(x.to(dtype), mask)
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.float(), BatchNorm(5)(x, mask), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_padding_changes_nothing_of_a_model_in_training(pooling):
+    sizes = {"vocab_size": 11, "max_length": 9, "dim": 16, "layers": 2, "heads": 2, "dropout": 0.0}
+    model = Classifier(ModelConfig(norm="batch", pooling=pooling, **sizes))
+    tokens, mask = torch.randint(11, (4, 9)), torch.arange(9) < torch.tensor([[9], [5], [2], [1]])
+    other = torch.where(mask, tokens, (tokens + 3) % 11)
+    torch.testing.assert_close(model(tokens, mask), model(other, mask))
