@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fastrpb import FastRPB, FastRPB2d, init
 from fastrpb.hf import SUPPORTED, attach, biases, detach, load, save
-from fastrpb.hf.adapter import IMAGE_PREFIX
+from fastrpb.hf.adapter import IMAGE_PREFIX, _before
 
 N, HEADS, LAYERS = 40, 4, 2
 SIZES = {
@@ -180,6 +180,14 @@ def test_a_last_part_that_ends_in_padding(name, attn, compiled):
         call = torch.compile(model, backend="eager") if compiled else model
         last = call(tokens[:, 6:], attention_mask=mask, past_key_values=first.past_key_values)
     torch.testing.assert_close(last.logits[:, :4], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_queries_that_are_padding_may_see_everything():
+    """As some versions have it; the other queries tell where they stand."""
+    mask = torch.zeros(1, 1, 3, 8, dtype=torch.bool)  # two tokens before, three slots empty
+    mask[0, 0, 0, :3] = mask[0, 0, 2, [0, 1, 2, 4]] = mask[0, 0, 1] = True
+    assert _before(mask) == 2
+    assert _before(mask.float().log()) == 2  # as numbers to add to the logits
 
 
 @causals
