@@ -5,6 +5,8 @@ import io
 import tarfile
 
 import pytest
+import torch
+from PIL import Image
 
 from fastrpb.data import DataError, load, sources, task
 from samples import (
@@ -161,6 +163,23 @@ def test_images_that_are_none(tmp_path, blob, reason):
     path = tmp_path / "one.png"
     path.write_bytes(blob)
     with pytest.raises(DataError, match=f"one.png: {reason}"):
+        task("mnist").encode(str(path))
+
+
+def test_images_that_have_no_one_grey(tmp_path):
+    colours = torch.randint(256, (28, 28, 4), dtype=torch.uint8).numpy()
+    colours[..., 3] = 255
+    path = tmp_path / "one.png"
+    Image.fromarray(colours[..., :3].copy()).save(path)
+    wanted = task("mnist").encode(str(path))
+    Image.fromarray(colours).save(path)
+    assert torch.equal(task("mnist").encode(str(path)), wanted)  # nothing shines through
+    colours[3, 4, 3] = 254
+    Image.fromarray(colours).save(path)
+    with pytest.raises(DataError, match=r"one\.png: the image has transparent pixels; put it"):
+        task("mnist").encode(str(path))
+    Image.fromarray(colours[..., 0].astype("uint16") * 200).save(path)
+    with pytest.raises(DataError, match=r"one\.png: the image has over 8 bits a channel; save it"):
         task("mnist").encode(str(path))
 
 

@@ -48,6 +48,7 @@ def grey(blob: bytes, shape: tuple[int, int], where: object) -> bytes:
                     f"{where}: the image is {image.height}×{image.width}, not "
                     f"{shape[0]}×{shape[1]}; resize it first"
                 )
+            _check_pixels(image, where)
             if image.mode == "L":
                 return image.tobytes()
             return luminance(np.asarray(image.convert("RGB"))).tobytes()
@@ -55,6 +56,18 @@ def grey(blob: bytes, shape: tuple[int, int], where: object) -> bytes:
         raise DataError(f"{where}: not a readable image (of no known format)") from None
     except (OSError, SyntaxError) as error:
         raise DataError(f"{where}: not a readable image ({_first_line(error)})") from error
+
+
+def _check_pixels(image: Image.Image, where: object) -> None:
+    """Refuse what has no one grey of 8 bits: what shines through, and finer numbers."""
+    if image.mode == "F" or image.mode.startswith("I"):
+        raise DataError(f"{where}: the image has over 8 bits a channel; save it with 8 bits first")
+    if image.has_transparency_data:
+        lowest = image.convert("RGBA").getchannel("A").getextrema()[0]
+        if lowest != 255:
+            raise DataError(
+                f"{where}: the image has transparent pixels; put it onto a background first"
+            )
 
 
 def grey_file(path: Path, shape: tuple[int, int]) -> bytes:
