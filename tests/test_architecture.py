@@ -20,6 +20,7 @@ CORE = [
     "attention",
     "positions",
     "norms",
+    "layers",
     "model",
     "nn",
 ]

@@ -16,7 +16,8 @@ from fastrpb import (
     load_model,
     save_model,
 )
-from fastrpb.model import ON_LOGITS, Stream
+from fastrpb.layers import Stream
+from fastrpb.model import ON_LOGITS
 
 SMALL = {
     "vocab_size": 11,

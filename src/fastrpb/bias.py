@@ -26,6 +26,11 @@ Kind = Literal["additive", "full"]
 _BLOCK = 64  # tokens of a stream that are summed directly: below, products cost more than they save
 
 
+def _kept(v: Tensor, mask: Tensor | None) -> Tensor:
+    """v with zeros for padding."""
+    return v if mask is None else v.masked_fill(~mask[..., None, :, None], 0)
+
+
 class _Bias(nn.Module, ABC):
     """What the 1D and the 2D bias share: the parameter `w`, the prefix and the mask."""
 
@@ -87,9 +92,7 @@ class _Bias(nn.Module, ABC):
         self._check(v, mask)
         if v.shape[-2] <= self.prefix:
             raise ValueError(f"v has {v.shape[-2]} tokens, none after the prefix of {self.prefix}")
-        if mask is not None:
-            v = v.masked_fill(~mask[..., None, :, None], 0)
-        return self._multiply(v)
+        return self._multiply(_kept(v, mask))
 
     def matrix(self, length: int) -> Tensor:
         """W for a sequence of `length` tokens, prefix included: `matrix(length) @ v == forward(v)`.
@@ -234,16 +237,14 @@ class FastRPB(_Bias):
             y = super().forward(v, mask)
             self._begin(v, mask, state)
             return y
-        if mask is not None:
-            v = v.masked_fill(~mask[..., None, :, None], 0)
+        v = _kept(v, mask)
         steps = [self.step(v[..., t : t + 1, :], state)[0] for t in range(v.shape[-2])]
         return torch.cat(steps, -2)
 
     @torch.no_grad()
     def _begin(self, v: Tensor, mask: Tensor | None, state: "BiasState") -> None:
         """Bring an empty state to where as many steps would."""
-        if mask is not None:
-            v = v.masked_fill(~mask[..., None, :, None], 0)
+        v = _kept(v, mask)
         state.tokens = v.shape[-2]
         t = state.tokens - self.prefix
         state.history[..., :t, :] = v[..., self.prefix :, :]

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from fastrpb.attention import Phi, linear_attention, linear_attention_weights
 from fastrpb.bias import FastRPB, FastRPB2d
-from fastrpb.model import merge_heads, split_heads
+from fastrpb.layers import merge_heads, split_heads
 
 
 class MultiheadAttention(nn.MultiheadAttention):

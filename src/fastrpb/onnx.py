@@ -17,13 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fastrpb.files import replacing
-from fastrpb.model import (
-    MODELS,
-    LinearAttention,
-    ModelConfig,
-    PairClassifier,
-    load_model,
-)
+from fastrpb.layers import LinearAttention
+from fastrpb.model import MODELS, ModelConfig, PairClassifier, load_model
 
 _OPSET = 20  # the first whose DFT runs along any axis
 _PAIR = ("first", "second", "first_mask", "second_mask")

@@ -29,7 +29,8 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
-from fastrpb.model import Encoder, ModelConfig, Stream, head
+from fastrpb.layers import Stream
+from fastrpb.model import Encoder, ModelConfig, head
 
 # Where Transformers has a name of its own.
 _NAMES = {

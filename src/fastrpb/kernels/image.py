@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrpb.kernels.launch import ceil_div, launch, power_of_2
+from fastrpb.kernels.launch import ceil_div, launch, power_of_2, tile_width
 
 SUMS = {"BK": 64, "num_warps": 4, "num_stages": 4}
 COLUMNS = 64  # the most that a program sums up
@@ -119,8 +119,8 @@ def _spread(
 def sums(v: Tensor, height: int, width: int) -> Tensor:
     """(batch, heads, H·W, dim) to float32 (2, batch, heads, max(H, W), dim): rows and columns."""
     batch, heads, _, dim = v.shape
-    side, d = max(height, width), max(16, power_of_2(dim))
-    columns = min(COLUMNS, max(16, power_of_2(width)))
+    side, d = max(height, width), tile_width(dim)
+    columns = min(COLUMNS, tile_width(width))
     groups = ceil_div(width, columns)
     # As many rows as columns at the most: together they are the rows of a tile.
     wanted = PROGRAMS // max(1, batch * heads * groups)

@@ -44,3 +44,8 @@ def ceil_div(a: int, b: int) -> int:
 def power_of_2(n: int) -> int:
     """The first power of 2 that is at least n."""
     return 1 << (n - 1).bit_length()
+
+
+def tile_width(n: int) -> int:
+    """Columns of a tile that holds n: a power of 2, of which tensor cores take 16 at the least."""
+    return max(16, power_of_2(n))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastrpb.kernels.autograd import apply
+from fastrpb.kernels.launch import tile_width
 
 # Measured on an NVIDIA H200, with torch 2.11 and Triton 3.6. In distances of a head:
 CROSSOVER = 5000  # above, the hierarchical product is faster than the direct one
@@ -102,14 +103,10 @@ def _toeplitz_backward(
     return dw, result
 
 
-def _state_width(dim: int) -> int:
-    return max(16, 1 << (dim - 1).bit_length())
-
-
 def _attention_state(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> list[Tensor]:
     """Room for what the gradients of linear attention need."""
-    rows = *k.shape[:2], _state_width(k.shape[3])
-    shapes = [q.shape[:3]] if causal else [(*rows, _state_width(v.shape[3])), rows, rows]
+    rows = *k.shape[:2], tile_width(k.shape[3])
+    shapes = [q.shape[:3]] if causal else [(*rows, tile_width(v.shape[3])), rows, rows]
     return [k.new_empty(x, dtype=torch.float32) for x in shapes]
 
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrpb.kernels.launch import ceil_div, power_of_2
+from fastrpb.kernels.launch import ceil_div, tile_width
 
 HIDDEN = tl.constexpr(-1e30)  # below any logarithm of a feature, yet finite
 
@@ -98,16 +98,12 @@ def sizes(q: Tensor, v: Tensor, kind: int) -> dict:
     dim, v_dim = q.shape[-1], v.shape[-1]
     return {
         "DIM": dim,
-        "WIDTH": width(dim),
+        "WIDTH": tile_width(dim),
         "VDIM": v_dim,
-        "VWIDTH": width(v_dim),
+        "VWIDTH": tile_width(v_dim),
         "KIND": kind,
         "FULL": v.dtype == torch.float32,
     }
-
-
-def width(dim: int) -> int:
-    return max(16, power_of_2(dim))
 
 
 def strides(*tensors: Tensor) -> list[int]:
