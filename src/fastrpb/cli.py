@@ -21,7 +21,16 @@ except ModuleNotFoundError as missing:
     sys.exit(2)
 
 from fastrpb import __version__
-from fastrpb.config import COLUMNS, OF_THE_TASK, ROWS, RunConfig, load_config, override, preset
+from fastrpb.config import (
+    COLUMNS,
+    OF_THE_TASK,
+    ROWS,
+    RunConfig,
+    best,
+    load_config,
+    override,
+    preset,
+)
 from fastrpb.data import TASKS, DataError, load
 from fastrpb.model import ModelConfig
 
@@ -192,6 +201,9 @@ def train(
         Path | None, typer.Option(help="A config.json, or the folder of a run, instead of TASK.")
     ] = None,
     resume: Annotated[Path | None, typer.Option(help="The folder of a run to go on with.")] = None,
+    strongest: Annotated[
+        bool, typer.Option("--best", help="The strongest set-up found, instead of the paper's.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder of the run. Default: in runs/.")] = None,
     data_dir: DataDir = None,
     trackers: Annotated[
@@ -208,6 +220,7 @@ def train(
     Examples:
     - `fastrpb train mnist --features sikf --position fastrpb --seed 1`
     - `fastrpb train text --data-dir ~/data --max-length 4096 --precision bf16 --compile`
+    - `fastrpb train mnist --best`
     - `fastrpb train --config runs/mnist-sikf-fastrpb-s1 --learning-rate 2e-4`
     - `fastrpb train --resume runs/mnist-sikf-fastrpb-s1`: go on, whatever ended it
     - `accelerate launch --num_processes 8 -m fastrpb train text --precision bf16`
@@ -217,14 +230,16 @@ def train(
     from fastrpb.train import train as run_training
 
     if resume is not None:
-        if config is not None or out is not None:
-            raise ValueError("--resume has a config and a folder: leave --config and --out out")
+        if config is not None or out is not None or strongest:
+            raise ValueError(
+                "--resume has a config and a folder: leave --config, --best and --out out"
+            )
         run = Run(resume)
         resolved = override(run.config(), values)
         if task not in (None, resolved.task):
             raise ValueError(f"{resume} is a run of {resolved.task}, not of {task}")
     else:
-        resolved = _resolve(task, config, values)
+        resolved = _resolve(task, config, values, strongest)
         run = Run(out or Path("runs", resolved.name))
         if _is_main() and run.exists():
             raise ValueError(
@@ -454,12 +469,18 @@ def export(
         raise ValueError(error) from None
 
 
-def _resolve(task: str | None, config: Path | None, values: dict[str, Any]) -> RunConfig:
+def _resolve(
+    task: str | None, config: Path | None, values: dict[str, Any], strongest: bool = False
+) -> RunConfig:
     """The config of a task's preset, or of a file, with the options in place of its values."""
     if (task is None) == (config is None):
         raise ValueError("give one of TASK, --config FILE and, to go on with a run, --resume RUN")
     if config is not None:
+        if strongest:
+            raise ValueError("--best is a config of its own: leave --config out")
         return override(load_config(config), values)
+    if strongest:
+        return override(best(task), values)  # pyright: ignore[reportArgumentType]
     cell = {name: values[name] for name in ("attention", "features", "position") if name in values}
     return override(preset(task, **cell), values)  # pyright: ignore[reportArgumentType]
 

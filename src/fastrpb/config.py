@@ -2,7 +2,8 @@
 
 `preset(task, attention, features, position)` is a cell of the paper's tables: the task chooses the
 set-up (Table 2 for mnist, Tables 1 and 3 for the Long Range Arena), the other words its row and
-column. `override` changes single fields by their names.
+column. `best(task)` is the strongest set-up known here. `override` changes single fields by their
+names.
 """
 
 import hashlib
@@ -155,6 +156,8 @@ class RunConfig:
         'digits-sikf-fastrpb-s0'
         """
         model = self.model
+        if self.task in BEST and self == replace(best(self.task), seed=self.seed):
+            return f"{self.task}-best-s{self.seed}"
         name = f"{self.task}-{row(model.attention, model.features)}-{model.position}-s{self.seed}"
         plain = preset(self.task, model.attention, model.features, model.position)
         if self == replace(plain, seed=self.seed):
@@ -300,6 +303,34 @@ _SETUPS: dict[str, Callable[[Attention, Features, Position], RunConfig]] = {
     "retrieval": retrieval,
     "listops": listops,
 }
+
+
+def best_mnist() -> RunConfig:
+    """Local 2D filters, one for each channel; small enough to ship."""
+    return override(
+        mnist("linear", "sikf", "fastrpb2d"),
+        {
+            **{"dim": 64, "layers": 4, "heads": 4, "mlp_dim": 128, "dropout": 0.1},
+            **{"filters": 64, "bias_kind": "full", "bias_reach": 3.0},
+            **{"absolute": "none", "pooling": "mean"},
+            **{"epochs": 14, "batch_size": 100, "learning_rate": 4e-3, "schedule": "cosine"},
+            **{"warmup": 300, "weight_decay": 0.05},
+        },
+    )
+
+
+BEST: dict[str, Callable[[], RunConfig]] = {"mnist": best_mnist}
+
+
+def best(task: str) -> RunConfig:
+    """The strongest set-up of a task that was found here: linear attention with FastRPB.
+
+    >>> best("mnist").model.filters
+    64
+    """
+    if task not in BEST:
+        raise ValueError(f"there is a best set-up for {', '.join(BEST)}, not for {task!r}")
+    return BEST[task]()
 
 
 def _model(

@@ -22,6 +22,7 @@ from fastrpb.model import Classifier, PairClassifier, load_model
 from fastrpb.run import Run
 
 EVALUATION_BATCHES = 4  # times the batch of training: no gradients are held
+SHIPPED = Path(__file__).parent / "shipped"  # trained models of the package itself
 _PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
@@ -82,8 +83,13 @@ def classify(model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tens
 
 
 def load_run(folder: str | Path) -> tuple[RunConfig, nn.Module]:
-    """Config and model of a run in eval mode: the trained one, or that of the last checkpoint."""
-    run = Run(folder)
+    """Config and model of a run in eval mode: the trained one, or that of the last checkpoint.
+
+    Args:
+        folder: of a run, or the name of one that comes with the package: "mnist".
+    """
+    shipped = SHIPPED / folder
+    run = Run(shipped if shipped.is_dir() and not Path(folder).exists() else folder)
     config = run.config()
     with own_random_numbers(torch.device("cpu")):  # a new model draws its first weights
         if run.model_file.exists():

@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 
 from fastrpb.config import (
+    BEST,
     COLUMNS,
     ROWS,
+    best,
     differences,
     from_json,
     load_config,
@@ -76,6 +78,21 @@ def test_a_name_does_not_depend_on_fields_that_are_as_ever():
     digest = hashlib.blake2b(";".join(changed).encode(), digest_size=3).hexdigest()
     assert changed == ["epochs 12 → None", "steps None → 7"]
     assert config.name == f"digits-sikf-fastrpb-s0-{digest}"
+
+
+@pytest.mark.parametrize("task", BEST)
+def test_the_best_set_ups(task):
+    config = best(task)
+    assert (config.task, config.model.attention) == (task, "linear")
+    assert config.model.position in ("fastrpb", "fastrpb2d")
+    assert override(config, {"seed": 2}).name == f"{task}-best-s2"
+    assert "best" not in override(config, {"warmup": 7}).name
+    assert config.keep == "last" or config.validation == "train"
+
+
+def test_a_task_without_a_best_set_up():
+    with pytest.raises(ValueError, match="best set-up for mnist.*, not for 'digits'"):
+        best("digits")
 
 
 def test_a_changed_config_has_another_name():
