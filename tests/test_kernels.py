@@ -208,19 +208,25 @@ def test_deterministic(way):
 
 
 @pytest.mark.parametrize(
-    ("shape", "full", "dtype"),
+    ("shape", "full", "dtype", "dim"),
     [
-        ((5, 9), False, torch.bfloat16),
-        ((1, 140), False, torch.float16),
-        ((20, 70), False, torch.float16),
-        ((70, 20), False, torch.bfloat16),
-        ((5, 9), True, torch.float16),
+        ((5, 9), False, torch.bfloat16, 16),
+        ((1, 140), False, torch.float16, 16),
+        ((20, 70), False, torch.float16, 16),
+        ((70, 20), False, torch.bfloat16, 16),
+        ((5, 9), True, torch.float16, 16),
+        ((33, 28), True, torch.bfloat16, 1),
+        ((7, 64), True, torch.bfloat16, 70),
+        ((140, 1), True, torch.float16, 2),
+        ((1, 40), True, torch.bfloat16, 1),
+        ((13, 17), True, torch.float32, 3),
+        ((4, 65), True, torch.float16, 2),
     ],
 )
-def test_images(shape, full, dtype):
+def test_images(shape, full, dtype, dim):
     h, width = shape
     w = rand(2, 2 * h - 1, 2 * width - 1) if full else rand(2, 2 * max(shape) - 1)
-    v = rand(2, 2, h * width, 16, dtype=dtype)
+    v = rand(3, h * width, 2, dim, dtype=dtype).transpose(1, 2)
     assert_as_good_as_plain(
         lambda w, v: toeplitz_matmul_2d(w, v, shape, impl="triton"),
         lambda w, v: toeplitz_2d(w, shape) @ v,
@@ -434,8 +440,8 @@ def test_func_transforms():
 def test_operators_are_registered_correctly():
     w, g = rand(2, 39), rand(2, 2, 20, 4, dtype=torch.float16)
     for v in (rand(2, 2, 20, 4).half(), rand(2, 20, 2, 8).half().transpose(1, 2)[..., ::2]):
-        opcheck(torch.ops.fastrpb.toeplitz_triton.default, (w, v, -19, 20, 0))
-        opcheck(torch.ops.fastrpb.toeplitz_triton_backward.default, (g, w, v, -19, 0))
+        opcheck(torch.ops.fastrpb.toeplitz_triton.default, (w, v, -19, 20, 0, 0))
+        opcheck(torch.ops.fastrpb.toeplitz_triton_backward.default, (g, w, v, -19, 0, 0))
 
 
 def test_the_other_operators_are_registered_correctly():

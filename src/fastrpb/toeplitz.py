@@ -222,7 +222,9 @@ def _full(w: Tensor, v: Tensor, height: int, width: int, impl: Impl) -> Tensor:
     lead = _broadcast_lead(w, w.shape[:1], v)
     fast = _use_triton(impl, w, v)
     flat, x = _canonical(w.flatten(1), v, lead, v.dtype if fast else None)
-    if fast or _use_fft(impl, n * n, flat.shape[-1], x):
+    if fast and ops.takes_image(n, width):
+        y = product(flat, x, -(flat.shape[-1] // 2), n, "triton", line=width)
+    elif fast or _use_fft(impl, n * n, flat.shape[-1], x):
         rows = torch.nn.functional.pad(x.unflatten(-2, (height, width)), (0, 0, 0, width - 1))
         line = rows.flatten(2, 3)[:, :, : 1 - width or None]
         length = line.shape[-2]

@@ -15,9 +15,11 @@ from fastrpb.kernels.launch import tile_width
 
 # Measured on an NVIDIA H200, with torch 2.11 and Triton 3.6. In distances of a head:
 CROSSOVER = 5000  # above, the hierarchical product is faster than the direct one
+MOST_PIXELS = 4096  # above, so is the hierarchical product over padded rows of an image
 FLOAT16_LIMIT = 262_144  # above, the FFT is faster than the one step that float16 takes
 
 PACKED_BELOW = 16  # channels a head, to make the batch columns
+WIDEST_LINE = 64  # pixels, so that tiles hold whole rows
 HALF = (torch.float16, torch.bfloat16)
 INSTALLED = importlib.util.find_spec("triton") is not None
 
@@ -50,16 +52,21 @@ def _packs(v: Tensor) -> bool:
     return v.shape[-1] < PACKED_BELOW and len(v) > 1
 
 
+def takes_image(pixels: int, line: int) -> bool:
+    """Whether the product over pixels in rows of `line` is faster than one over padded rows."""
+    return line <= WIDEST_LINE and pixels <= MOST_PIXELS
+
+
 def _is_long(v: Tensor, distances: int) -> bool:
     return v.dtype in HALF and distances > CROSSOVER
 
 
 @torch.library.custom_op("fastrpb::toeplitz_triton", mutates_args=())
-def _toeplitz(w: Tensor, v: Tensor, first: int, out_length: int, prefix: int) -> Tensor:
+def _toeplitz(w: Tensor, v: Tensor, first: int, out_length: int, prefix: int, line: int) -> Tensor:
     result = _like(v, prefix + out_length)
     if not result.numel():
         return result
-    from fastrpb.kernels import direct, hierarchical, layout  # noqa: PLC0415
+    from fastrpb.kernels import direct, hierarchical, layout, plane  # noqa: PLC0415
 
     w, v, y = w.contiguous(), _rows(v), result
     if prefix:
@@ -67,7 +74,9 @@ def _toeplitz(w: Tensor, v: Tensor, first: int, out_length: int, prefix: int) ->
         v, y = v[:, :, prefix:], y[:, :, prefix:]
     packs, is_long = _packs(v), _is_long(v, w.shape[1])
     x, out = (layout.pack(v), layout.empty_packed(y, out_length)) if packs else (v, y)
-    if is_long:
+    if line:
+        plane.product(w, x, out, line)
+    elif is_long:
         hierarchical.product(w, x, out, first)
     else:
         direct.product(w, x, out, first)
@@ -78,12 +87,12 @@ def _toeplitz(w: Tensor, v: Tensor, first: int, out_length: int, prefix: int) ->
 
 @torch.library.custom_op("fastrpb::toeplitz_triton_backward", mutates_args=())
 def _toeplitz_backward(
-    g: Tensor, w: Tensor, v: Tensor, first: int, prefix: int
+    g: Tensor, w: Tensor, v: Tensor, first: int, prefix: int, line: int
 ) -> tuple[Tensor, Tensor]:
     result = dv = _like(v, v.shape[2])
     if not v.numel():
         return torch.zeros_like(w), dv
-    from fastrpb.kernels import direct, hierarchical, layout  # noqa: PLC0415
+    from fastrpb.kernels import direct, hierarchical, layout, plane  # noqa: PLC0415
 
     w, g, v = w.contiguous(), _rows(g), _rows(v)
     if prefix:
@@ -93,7 +102,10 @@ def _toeplitz_backward(
     out = layout.empty_packed(dv, v.shape[2]) if packs else dv
     if packs:
         g, v = layout.pack(g), layout.pack(v)
-    if is_long:
+    if line:
+        plane.product(w, g, out, line, sign=-1)
+        dw = plane.lags(g, v, line).flatten(1)
+    elif is_long:
         dw = hierarchical.gradients(w, v, g, out, first)
     else:
         direct.product(w, g, out, first, sign=-1)
@@ -175,12 +187,12 @@ def _image_spread(sums: Tensor, height: int, width: int, dtype: torch.dtype) -> 
 
 
 @_toeplitz.register_fake
-def _(w: Tensor, v: Tensor, first: int, out_length: int, prefix: int) -> Tensor:
+def _(w: Tensor, v: Tensor, first: int, out_length: int, prefix: int, line: int) -> Tensor:
     return _like(v, prefix + out_length)
 
 
 @_toeplitz_backward.register_fake
-def _(g: Tensor, w: Tensor, v: Tensor, first: int, prefix: int) -> tuple[Tensor, Tensor]:
+def _(g: Tensor, w: Tensor, v: Tensor, first: int, prefix: int, line: int) -> tuple[Tensor, Tensor]:
     return w.new_empty(w.shape), _like(v, v.shape[2])
 
 
