@@ -172,7 +172,7 @@ class _Trainer:
         model = build(config)
         self.parameters = sum(p.numel() for p in model.parameters())
         if config.compile:
-            model.compile()
+            _compile(model)
         self.groups = _groups(model)
         named = dict(model.named_parameters())
         decay = config.weight_decay if config.bias_decay is None else config.bias_decay
@@ -503,6 +503,18 @@ def _caught_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _compile(model: Any) -> None:
+    """Images have one shape: the launches of a pass are recorded once, and a GPU replays them.
+
+    Other lengths vary: one block is compiled for all of them, and serves every layer.
+    """
+    if model.config.image:
+        model.compile(mode="reduce-overhead")
+        return
+    for block in model.encoder.blocks:
+        block.compile(dynamic=True)
 
 
 def _groups(model: nn.Module) -> list[list[str]]:

@@ -28,7 +28,7 @@ from fastrpb.evaluate import (
     seed_from,
 )
 from fastrpb.run import Run
-from fastrpb.train import DivergedError, Interruption, train
+from fastrpb.train import DivergedError, Interruption, _compile, train
 from samples import write_papers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -368,6 +368,25 @@ def test_bf16(small, tmp_path):
     bf16, fp32 = weights(tmp_path / "bf16"), weights(tmp_path / "fp32")
     assert {x.dtype for x in bf16.values()} == {torch.float32}
     assert any(not torch.equal(bf16[name], x) for name, x in fp32.items())
+
+
+def test_compiled_it_learns_the_same(small, tmp_path):
+    plain = train(small(steps=3, dropout=0.0), tmp_path / "plain", cpu=True)
+    config = small(steps=3, dropout=0.0, compile=True)
+    compiled = train(config, tmp_path / "compiled", cpu=True)
+    test = [record["metrics"]["test"]["loss"] for record in (plain, compiled)]
+    assert test[0] == pytest.approx(test[1], rel=1e-4)
+
+
+def test_what_is_compiled(monkeypatch):
+    """Images as a whole, to be replayed; else blocks, which all lengths share."""
+    calls = []
+    compiled = lambda module, **options: calls.append((type(module).__name__, options))  # noqa: E731
+    monkeypatch.setattr(torch.nn.Module, "compile", compiled)
+    for task in ("mnist", "retrieval"):
+        _compile(build(override(preset(task), {"layers": 2, "dim": 8, "heads": 1})))
+    blocks = [("Block", {"dynamic": True})] * 2
+    assert calls == [("Classifier", {"mode": "reduce-overhead"}), *blocks]
 
 
 def test_clipping(small, tmp_path):
