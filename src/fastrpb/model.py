@@ -171,6 +171,14 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
         return linear and self.position in ("none", "fastrpb")
 
     @property
+    def embedding_std(self) -> float:
+        """Of the first embeddings: as large as the positions added to them, sinusoids if any.
+
+        Those of a causal model stay small, as a language model takes its logits from them too.
+        """
+        return 0.02 if self.absolute == "learned" or self.causal else 1.0
+
+    @property
     def mlp(self) -> int:
         return 4 * self.dim if self.mlp_dim is None else self.mlp_dim
 
@@ -213,7 +221,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.embedding.weight, std=config.embedding_std)
         self.cls = nn.Parameter(torch.zeros(config.dim)) if _prefix(config) else None
         self.positions = _absolute(config)
         self.dropout = nn.Dropout(config.dropout)

@@ -160,7 +160,7 @@ class FastRPBPreTrainedModel(PreTrainedModel):
         if all(getattr(x, "_is_hf_initialized", False) for x in tensors):
             return
         if isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
+            nn.init.normal_(module.weight, std=self.config.model_config.embedding_std)
         elif isinstance(module, Encoder):
             nn.init.zeros_(module.cls)
         else:
