@@ -310,11 +310,11 @@ def best_mnist() -> RunConfig:
     return override(
         mnist("linear", "sikf", "fastrpb2d"),
         {
-            **{"dim": 64, "layers": 4, "heads": 4, "mlp_dim": 128, "dropout": 0.1},
-            **{"filters": 64, "bias_kind": "full", "bias_reach": 3.0},
-            **{"absolute": "none", "pooling": "mean"},
-            **{"epochs": 14, "batch_size": 100, "learning_rate": 4e-3, "schedule": "cosine"},
-            **{"warmup": 300, "weight_decay": 0.05},
+            **{"dim": 64, "layers": 4, "heads": 4, "mlp_dim": 128, "dropout": 0.2, "norm": "batch"},
+            **{"filters": 64, "bias_kind": "full", "bias_reach": 3.0, "bias_threshold": 1e-3},
+            **{"absolute": "none", "pooling": "mean", "bias_rate": 0.3, "weight_decay": 0.1},
+            **{"epochs": 15, "batch_size": 128, "learning_rate": 4e-3, "warmup": 300},
+            **{"schedule": "cosine", "keep": "best", "precision": "bf16", "compile": True},
         },
     )
 

@@ -91,7 +91,7 @@ def test_the_best_set_ups(task):
 
 
 def test_a_task_without_a_best_set_up():
-    with pytest.raises(ValueError, match="best set-up for mnist.*, not for 'digits'"):
+    with pytest.raises(ValueError, match=r"best set-up for mnist.*, not for 'digits'"):
         best("digits")
 
 
