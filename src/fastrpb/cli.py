@@ -43,7 +43,9 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_mar
 
 ONE_TASK = typer.Argument(help=f"One of {', '.join(TASKS)}.", autocompletion=lambda: TASKS)
 TaskName = Annotated[str, ONE_TASK]
-RunFolder = Annotated[Path, typer.Argument(help="The folder of a run.")]
+RunFolder = Annotated[
+    Path, typer.Argument(help="The folder of a run, or mnist: the trained model of the package.")
+]
 DataDir = Annotated[
     Path | None,
     typer.Option(help="Folder that has the files. Default: FASTRPB_DATA, else the Hub."),
@@ -393,7 +395,8 @@ def predict(
     """The classes of a new input by a run's model, the likeliest first.
 
     Examples:
-    - `fastrpb predict runs/mnist-sikf-fastrpb-s0 seven.png`
+    - `fastrpb predict mnist seven.png`: by the model that comes with the package
+    - `fastrpb predict runs/cifar10-sikf-fastrpb-s0 frog.png`
     - `fastrpb predict runs/text-sikf-fastrpb-s0 "A wonderful film."`
     - `fastrpb predict runs/text-sikf-fastrpb-s0 - < review.txt`
     - `fastrpb predict runs/listops-sikf-fastrpb-s0 "[MAX 4 [MIN 2 3 ] ]"`
@@ -454,7 +457,9 @@ def bench(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="Folder with model.safetensors, or that file.")],
+    run: Annotated[
+        Path, typer.Argument(help="Folder with model.safetensors, that file, or mnist.")
+    ],
     out: Annotated[Path, typer.Argument(help="The ONNX file to write.")],
 ) -> None:
     """Write a trained model as an ONNX file, for any batch and length.

@@ -18,11 +18,11 @@ from torch.nn.functional import cross_entropy
 
 from fastrpb.config import RunConfig
 from fastrpb.data import Batch, Batches, Dataset, Split, Task, load, task
+from fastrpb.files import shipped_or
 from fastrpb.model import Classifier, PairClassifier, load_model
 from fastrpb.run import Run
 
 EVALUATION_BATCHES = 4  # times the batch of training: no gradients are held
-SHIPPED = Path(__file__).parent / "shipped"  # trained models of the package itself
 _PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
@@ -88,8 +88,7 @@ def load_run(folder: str | Path) -> tuple[RunConfig, nn.Module]:
     Args:
         folder: of a run, or the name of one that comes with the package: "mnist".
     """
-    shipped = SHIPPED / folder
-    run = Run(shipped if shipped.is_dir() and not Path(folder).exists() else folder)
+    run = Run(shipped_or(folder))
     config = run.config()
     with own_random_numbers(torch.device("cpu")):  # a new model draws its first weights
         if run.model_file.exists():
@@ -126,7 +125,7 @@ def predict(folder: str | Path, items: Sequence[str]) -> list[tuple[str, float]]
     """The classes of a new input with their probabilities, the likeliest first.
 
     Args:
-        folder: of a run.
+        folder: of a run, or the name of one that comes with the package: "mnist".
         items: the path of an image, a text, or an expression; two documents for retrieval.
     """
     config, model = load_run(folder)

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and tensors in them with a checksum."""
+"""Files that are whole or not there, tensors in them with a checksum, and the shipped models."""
 
 import os
 import zlib
@@ -8,6 +8,19 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+
+SHIPPED = Path(__file__).parent / "shipped"
+
+
+def shipped_or(path: str | os.PathLike) -> Path:
+    """A path; where there is nothing, the folder of the package's trained model of that name.
+
+    >>> shipped_or("mnist").name, shipped_or("nothing/here").name
+    ('mnist', 'here')
+    """
+    path, shipped = Path(path), SHIPPED / path
+    return shipped if shipped.is_dir() and not path.exists() else path
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastrpb.files import replacing
+from fastrpb.files import replacing, shipped_or
 from fastrpb.layers import LinearAttention
 from fastrpb.model import MODELS, ModelConfig, PairClassifier, load_model
 
@@ -29,7 +29,7 @@ def export(model: nn.Module | str | os.PathLike, path: str | os.PathLike) -> Pat
 
     Args:
         model: a `Classifier`, `PairClassifier` or `LanguageModel`; or its file; or a folder with
-            its `model.safetensors`.
+            its `model.safetensors`; or the name of a shipped one, "mnist".
         path: the file to write.
 
     The inputs are `tokens` (batch, length) int64 and `mask` (batch, length) bool, True = keep; of a
@@ -76,6 +76,7 @@ def export(model: nn.Module | str | os.PathLike, path: str | os.PathLike) -> Pat
 
 
 def _weights_file(run: Path) -> Path:
+    run = shipped_or(run)
     return run / "model.safetensors" if run.is_dir() else run
 
 
