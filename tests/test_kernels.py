@@ -20,7 +20,8 @@ from fastrpb import (
 )
 from fastrpb.kernels import ops
 
-hierarchical = pytest.importorskip("fastrpb.kernels.hierarchical", reason="needs triton")
+direct = pytest.importorskip("fastrpb.kernels.direct", reason="needs triton")
+hierarchical = pytest.importorskip("fastrpb.kernels.hierarchical")
 causal_kernels = pytest.importorskip("fastrpb.kernels.causal")
 image = pytest.importorskip("fastrpb.kernels.image")
 layout = pytest.importorskip("fastrpb.kernels.layout")
@@ -38,11 +39,16 @@ def poisoned():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=["direct", "hierarchical"])
+DIRECT = ["direct", "side by side"]
+
+
+@pytest.fixture(params=[*DIRECT, "hierarchical"])
 def way(request, monkeypatch):
     """All products by one of the kernels, whatever their length."""
-    limit = 10**9 if request.param == "direct" else 0
+    limit = 10**9 if request.param in DIRECT else 0
     monkeypatch.setattr(ops, "CROSSOVER", limit)
+    if request.param == "side by side":
+        monkeypatch.setattr(direct, "ENOUGH", 1)
     monkeypatch.setattr(hierarchical, "LEAST", 0)  # small tensors in slices too
     sizes = {"two steps": (2, 64), "wide blocks": (1, 128)}.get(request.param)
     if sizes:
@@ -86,8 +92,8 @@ def assert_as_good_as_plain(fast, plain, w, v, factor=2.0):
         assert error(a, e) <= factor * error(b, e) + 1e-6
 
 
-# 130 and 300 take several tiles, the last of them in part; 1 and 17 less than one. Of few columns,
-# several blocks of positions make up one tile: 400 takes four, the last of them in part.
+# 130 and 300 take several tiles, the last of them in part; 1 and 17 less than one. Side by side,
+# 400 positions are four blocks of one tile, the last of them in part.
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("way", "shape", "m", "dtype"),
@@ -99,9 +105,10 @@ def assert_as_good_as_plain(fast, plain, w, v, factor=2.0):
         ("direct", (1, 2, 100, 32), 300, torch.bfloat16),
         ("direct", (5, 3, 70, 2), 70, torch.float16),
         ("direct", (3, 4, 140, 1), 140, torch.bfloat16),
-        ("direct", (3, 1, 400, 1), 300, torch.float16),
-        ("direct", (2, 2, 90, 3), 400, torch.bfloat16),
-        ("direct", (40, 1, 300, 1), 300, torch.bfloat16),
+        ("side by side", (3, 1, 400, 1), 300, torch.float16),
+        ("side by side", (2, 2, 90, 3), 400, torch.bfloat16),
+        ("side by side", (40, 1, 300, 1), 300, torch.bfloat16),
+        ("side by side", (1, 1, 300, 16), 130, torch.float16),
         ("hierarchical", (2, 1, 190, 16), 190, torch.float16),
         ("hierarchical", (1, 2, 100, 16), 190, torch.bfloat16),
         ("hierarchical", (9, 2, 130, 2), 130, torch.bfloat16),
@@ -124,7 +131,7 @@ def test_products_and_gradients(way, shape, m, dtype, causal):
         return toeplitz(future_cut(w, m) if causal else w, m) @ v
 
     # The DFT of two or three blocks has few entries, whose rounding errors do not average out.
-    assert_as_good_as_plain(fast, plain, w, v, factor=2.0 if way == "direct" else 3.0)
+    assert_as_good_as_plain(fast, plain, w, v, factor=2.0 if way in DIRECT else 3.0)
 
 
 @pytest.mark.parametrize(("dim", "inside"), [(2, True), (2, False), (16, True)])
@@ -154,8 +161,10 @@ def test_cuts_cover_any_length(dtype, gradients):
         assert inner == 1 or dtype == torch.bfloat16
 
 
-def test_float32_by_the_direct_kernel():
+@pytest.mark.parametrize("enough", [1, 1000])
+def test_float32_by_the_direct_kernel(enough, monkeypatch):
     """Three products of tf32 for each, not one."""
+    monkeypatch.setattr(direct, "ENOUGH", enough)
     w, v = rand(2, 2 * 130 - 1), rand(2, 2, 130, 16)
     exact = toeplitz(w.double()) @ v.double()
     fft = error(toeplitz_matmul(w, v, impl="fft"), exact)

@@ -158,8 +158,10 @@ def _tile(dtype: torch.dtype, columns: int, rows: int, heads: int) -> tuple[dict
         programs = heads * ceil_div(rows, PRODUCT["BM"]) * ceil_div(columns, PRODUCT["BN"])
         tile = PRODUCT if programs >= ENOUGH else FEW
     wide = min(tile["BN"], tile_width(columns))
-    blocks = min(tile["BN"] // wide, power_of_2(ceil_div(rows, tile["BM"])))
-    return tile | {"BN": wide * blocks}, wide
+    blocks = ceil_div(rows, tile["BM"])
+    spare = max(1, heads * blocks // ENOUGH)
+    together = min(tile["BN"] // wide, power_of_2(blocks), power_of_2(spare))
+    return tile | {"BN": wide * together}, wide
 
 
 @triton.jit
