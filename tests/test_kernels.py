@@ -20,9 +20,11 @@ from fastrpb import (
 )
 from fastrpb.kernels import ops
 
-hierarchical = pytest.importorskip("fastrpb.kernels.hierarchical", reason="needs triton")
+direct = pytest.importorskip("fastrpb.kernels.direct", reason="needs triton")
+hierarchical = pytest.importorskip("fastrpb.kernels.hierarchical")
 causal_kernels = pytest.importorskip("fastrpb.kernels.causal")
 image = pytest.importorskip("fastrpb.kernels.image")
+layout = pytest.importorskip("fastrpb.kernels.layout")
 linear = pytest.importorskip("fastrpb.kernels.linear")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,17 +39,23 @@ def poisoned():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=["direct", "hierarchical"])
+DIRECT = ["direct", "side by side"]
+
+
+@pytest.fixture(params=[*DIRECT, "hierarchical"])
 def way(request, monkeypatch):
     """All products by one of the kernels, whatever their length."""
-    limit = 10**9 if request.param == "direct" else 0
+    limit = 10**9 if request.param in DIRECT else 0
     monkeypatch.setattr(ops, "CROSSOVER", limit)
+    if request.param == "side by side":
+        monkeypatch.setattr(direct, "ENOUGH", 1)
     monkeypatch.setattr(hierarchical, "LEAST", 0)  # small tensors in slices too
     sizes = {"two steps": (2, 64), "wide blocks": (1, 128)}.get(request.param)
     if sizes:
         inner, size = sizes
         cut = lambda n, *_, **__: hierarchical.Cut(-(-n // (inner * size)), inner, size)  # noqa: E731
         monkeypatch.setattr(hierarchical, "cut", cut)
+        monkeypatch.setattr(hierarchical, "MANY", 0)  # tables in large tiles
     return request.param
 
 
@@ -84,7 +92,8 @@ def assert_as_good_as_plain(fast, plain, w, v, factor=2.0):
         assert error(a, e) <= factor * error(b, e) + 1e-6
 
 
-# 130 and 300 take several tiles, the last of them in part; 1 and 17 less than one.
+# 130 and 300 take several tiles, the last of them in part; 1 and 17 less than one. Side by side,
+# 400 positions are four blocks of one tile, the last of them in part.
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("way", "shape", "m", "dtype"),
@@ -96,9 +105,14 @@ def assert_as_good_as_plain(fast, plain, w, v, factor=2.0):
         ("direct", (1, 2, 100, 32), 300, torch.bfloat16),
         ("direct", (5, 3, 70, 2), 70, torch.float16),
         ("direct", (3, 4, 140, 1), 140, torch.bfloat16),
+        ("side by side", (3, 1, 400, 1), 300, torch.float16),
+        ("side by side", (2, 2, 90, 3), 400, torch.bfloat16),
+        ("side by side", (40, 1, 300, 1), 300, torch.bfloat16),
+        ("side by side", (1, 1, 300, 16), 130, torch.float16),
         ("hierarchical", (2, 1, 190, 16), 190, torch.float16),
         ("hierarchical", (1, 2, 100, 16), 190, torch.bfloat16),
         ("hierarchical", (9, 2, 130, 2), 130, torch.bfloat16),
+        ("hierarchical", (2, 1, 130, 80), 130, torch.bfloat16),
         ("wide blocks", (1, 1, 250, 16), 250, torch.float16),
         ("two steps", (1, 1, 250, 16), 250, torch.bfloat16),
         ("two steps", (17, 1, 250, 1), 130, torch.bfloat16),
@@ -117,7 +131,7 @@ def test_products_and_gradients(way, shape, m, dtype, causal):
         return toeplitz(future_cut(w, m) if causal else w, m) @ v
 
     # The DFT of two or three blocks has few entries, whose rounding errors do not average out.
-    assert_as_good_as_plain(fast, plain, w, v, factor=2.0 if way == "direct" else 3.0)
+    assert_as_good_as_plain(fast, plain, w, v, factor=2.0 if way in DIRECT else 3.0)
 
 
 @pytest.mark.parametrize(("dim", "inside"), [(2, True), (2, False), (16, True)])
@@ -147,8 +161,10 @@ def test_cuts_cover_any_length(dtype, gradients):
         assert inner == 1 or dtype == torch.bfloat16
 
 
-def test_float32_by_the_direct_kernel():
+@pytest.mark.parametrize("enough", [1, 1000])
+def test_float32_by_the_direct_kernel(enough, monkeypatch):
     """Three products of tf32 for each, not one."""
+    monkeypatch.setattr(direct, "ENOUGH", enough)
     w, v = rand(2, 2 * 130 - 1), rand(2, 2, 130, 16)
     exact = toeplitz(w.double()) @ v.double()
     fft = error(toeplitz_matmul(w, v, impl="fft"), exact)
@@ -167,6 +183,20 @@ def test_any_memory_order(way, dim):
         exact = toeplitz(w.double()) @ v.double()
         assert error(y, exact) <= 3 * error(toeplitz(w.half()) @ v, exact)
         assert y.transpose(1, 2).is_contiguous() == (v is not strided)
+
+
+@pytest.mark.parametrize("dim", [1, 3])
+def test_the_batch_is_packed_as_columns(dim):
+    """Contiguous for each head, from either memory order, and back."""
+    inside = rand(70, 11, 3, dim, dtype=torch.float16).transpose(1, 2)
+    strided = rand(3, 5, 9, 2 * dim, dtype=torch.float16)[..., :dim]
+    for x in (inside, inside.contiguous(), strided):
+        packed = layout.pack(x)
+        assert packed.is_contiguous()
+        assert torch.equal(packed, x.permute(1, 2, 3, 0).flatten(2).unsqueeze(0))
+        y = torch.full_like(x, torch.nan)
+        layout.unpack(packed, y)
+        assert torch.equal(x, y)
 
 
 def test_scales_do_not_overflow(way):
@@ -352,13 +382,15 @@ def test_many_sequences_go_along_the_axis_that_has_room(monkeypatch):
     """CUDA takes 2³¹ programs along the first axis of a grid, and 65 535 along the others."""
     launched = {}
     note = lambda kernel, grid, *_, **__: launched.setdefault(kernel.__name__, grid)  # noqa: E731
-    for form in (linear, causal_kernels, image):
+    for form in (linear, causal_kernels, image, layout):
         monkeypatch.setattr(form, "launch", note)
     q = torch.empty(256, 257, 100, 1, device=DEVICE, dtype=torch.bfloat16)
     for causal in (False, True):
         linear_attention(q, q, q, phi=sikf, causal=causal, impl="triton")
     image.sums(q, 10, 10)
-    assert {"_merge", "_output", "_total"} <= launched.keys()
+    long = torch.empty(64, 150_000, 2, 1, device=DEVICE, dtype=torch.bfloat16)
+    layout.pack(long.transpose(1, 2))
+    assert {"_merge", "_output", "_total", "_copy"} <= launched.keys()
     assert all(size <= 65_535 for grid in launched.values() for size in grid[1:])
 
 

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrpb.kernels.direct import COPIES, diagonals
-from fastrpb.kernels.launch import ceil_div, launch
+from fastrpb.kernels.launch import ceil_div, launch, tile_width
 from fastrpb.kernels.layout import largest, largest_weight, unit
 
 MIX_IN = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
@@ -35,8 +35,10 @@ MIX = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
 MIX_FEW = {"BM": 64, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3}
 BLOCKS = {"BM": 128, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
 BLOCKS_64 = {"BM": 64, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 2}
-LAGS = {"BT": 64, "BK": 64, "num_warps": 2, "num_stages": 3}
-TILE = 32  # of the small kernels that prepare the weights
+LAGS = {"BT": 64, "BK": 64, "num_warps": 4, "num_stages": 3}
+FEW_LAGS = {"BT": 64, "num_warps": 2, "num_stages": 1}  # where one step takes all columns
+FOLD, TABULATE, UNTABULATE = 32, 32, 16  # tiles of the small kernels that prepare the weights
+MANY = 4096  # spectra, to tabulate them in larger tiles
 LEAST = 1 << 24  # bytes of scratch memory that are never worth saving
 
 
@@ -308,8 +310,8 @@ def _block_lags(
     BT: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Diagonals of G_f·X_fᴴ summed over batch and dim, of its real or of its imaginary part."""
-    part, delta = tl.program_id(0) % 2, tl.program_id(0) // 2 - (L // BT - 1)
+    """Diagonals of G_f·X_fᴴ summed over batch and dim, of its real and its imaginary part."""
+    delta = tl.program_id(0) - (L // BT - 1)
     f, h = tl.program_id(1), tl.program_id(2).to(tl.int64)
     r, k = tl.arange(0, BT), tl.arange(0, BK)
     low = tl.maximum(0, -delta)
@@ -317,7 +319,9 @@ def _block_lags(
     largest = tl.load(norm + h)
     g += h * gh + f.to(tl.int64) * (2 * L * DIM)
     x += h * xh + f.to(tl.int64) * (2 * L * DIM)
-    acc = tl.zeros((BT, BT), tl.float32)
+    real = tl.zeros((BT, BT), tl.float32)
+    plus = tl.zeros((BT, BT), tl.float32)
+    minus = tl.zeros((BT, BT), tl.float32)
     for step in tl.range(0, tl.cdiv(columns, BK) * blocks):
         i = ((low + step % blocks) * BT + r)[:, None] * DIM
         c = step // blocks * BK + k
@@ -330,16 +334,22 @@ def _block_lags(
             tl.load(x_top + tops, mask=c < columns, other=1.0)
         )
         factor = (1 / (scale * largest))[None, :]
-        # Real: Gr·Xrᵀ + Gi·Xiᵀ; imaginary: Gi·Xrᵀ - Gr·Xiᵀ.
-        one = tl.load(g_at + part * L * DIM, mask=inside, other=0.0).to(tl.float32) * factor
-        two = tl.load(g_at + (1 - part) * L * DIM, mask=inside, other=0.0).to(tl.float32) * factor
-        x_real = tl.load(x_at, mask=inside, other=0.0)
-        x_imaginary = tl.load(x_at + L * DIM, mask=inside, other=0.0)
-        acc = tl.dot(one.to(tl.float16), tl.trans(x_real), acc)
-        acc = tl.dot((two * (1 - 2 * part)).to(tl.float16), tl.trans(x_imaginary), acc)
-    ways = tl.num_programs(0) // 2
-    out = sums + (((h * P + f) * 2 + part) * ways + tl.program_id(0) // 2) * (2 * BT) + r
-    upper, lower = diagonals(acc, BT)
+        g_real = tl.load(g_at, mask=inside, other=0.0).to(tl.float32) * factor
+        g_imaginary = tl.load(g_at + L * DIM, mask=inside, other=0.0).to(tl.float32) * factor
+        g_real, g_imaginary = g_real.to(tl.float16), g_imaginary.to(tl.float16)
+        x_real = tl.trans(tl.load(x_at, mask=inside, other=0.0))
+        x_imaginary = tl.trans(tl.load(x_at + L * DIM, mask=inside, other=0.0))
+        real = tl.dot(g_real, x_real, real)
+        real = tl.dot(g_imaginary, x_imaginary, real)
+        plus = tl.dot(g_imaginary, x_real, plus)
+        minus = tl.dot(g_real, x_imaginary, minus)
+    ways = tl.num_programs(0)
+    out = sums + ((h * P + f) * 2 * ways + tl.program_id(0)) * (2 * BT) + r
+    upper, lower = diagonals(real, BT, 1)
+    tl.store(out, tl.load(out) + upper)
+    tl.store(out + BT, tl.load(out + BT) + lower)
+    out += ways * 2 * BT
+    upper, lower = diagonals(plus - minus, BT, 1)
     tl.store(out, tl.load(out) + upper)
     tl.store(out + BT, tl.load(out + BT) + lower)
 
@@ -370,22 +380,24 @@ class _Blocked:
         extra = 2.0 ** min(0, 15 - math.ceil(math.log2(2 * size * blocks**1.5)))
         top = largest_weight(w)
         folded = w.new_empty(heads, 2 * size, 4 * blocks)
-        grid = ceil_div(4 * blocks, TILE), 2 * size // TILE, heads
-        launch(_fold, grid, w, folded, distances, first, sign, blocks, L=size, TILE=TILE)
+        grid = ceil_div(4 * blocks, FOLD), 2 * size // FOLD, heads
+        launch(_fold, grid, w, folded, distances, first, sign, blocks, L=size, TILE=FOLD)
         spectra = torch.view_as_real(torch.fft.rfft(folded))
         table = w.new_empty(heads, blocks, 2, COPIES, 2 * size, dtype=torch.float16)
-        grid = ceil_div(blocks, TILE), 2 * size // TILE, heads
+        tile = TABULATE if heads * blocks < MANY else 2 * TABULATE
+        grid = ceil_div(blocks, tile), 2 * size // tile, heads
         numbers = self.outer, self.inner, extra
-        launch(_tabulate, grid, spectra, top, table, *numbers, L=size, COPIES=COPIES, TILE=TILE)
+        launch(_tabulate, grid, spectra, top, table, *numbers, L=size, COPIES=COPIES, TILE=tile)
         return table, top, 1 / extra
 
     def distances(self, sums: Tensor, norm: Tensor, first: int, distances: int) -> Tensor:
         """The adjoint of `spectrum`: dw from the diagonals of all blocks."""
         size, blocks, heads = self.size, self.blocks, len(sums)
         spectra = sums.new_zeros(heads, 2 * size, 2 * blocks + 1, 2)
-        grid = ceil_div(blocks, TILE), 2 * size // TILE, heads
+        tile = UNTABULATE
+        grid = ceil_div(blocks, tile), 2 * size // tile, heads
         numbers = self.outer, self.inner
-        launch(_untabulate, grid, sums, spectra, *numbers, L=size, BT=sums.shape[-1], TILE=TILE)
+        launch(_untabulate, grid, sums, spectra, *numbers, L=size, BT=sums.shape[-1], TILE=tile)
         folded = torch.fft.irfft(torch.view_as_complex(spectra), n=4 * blocks, norm="forward")
         dw = sums.new_empty(heads, distances)
         grid = ceil_div(distances, 256), heads
@@ -481,14 +493,15 @@ def gradients(w: Tensor, v: Tensor, g: Tensor, dv: Tensor, first: int) -> Tensor
     table, w_top, factor = blocked.spectrum(w, first, -1)
     v_top, g_top = largest(v), largest(g)
     norm = (v_top * g_top).amax(0).clamp(min=torch.finfo(torch.float32).tiny)
-    tile = LAGS | {"BT": min(blocked.size, LAGS["BT"])}
+    columns = v.shape[0] * v.shape[3]
+    tile = LAGS if columns > LAGS["BK"] else FEW_LAGS | {"BK": tile_width(columns)}
     ways = 2 * (blocked.size // tile["BT"]) - 1
     sums = w.new_zeros(heads, blocked.blocks, 2, ways, 2, tile["BT"])
     for bs, hs in blocked.chunks(v, 2.1):
         gs = blocked.analyse(g[bs, hs], g_top[bs, hs])
         xs = blocked.analyse(v[bs, hs], v_top[bs, hs])
         batch, some, _, dim = xs.shape
-        grid = 2 * ways, blocked.blocks, some
+        grid = ways, blocked.blocks, some
         numbers = batch * dim, heads, blocked.blocks, *gs.stride()[:2], *xs.stride()[:2]
         tensors = gs, xs, g_top[bs, hs], v_top[bs, hs], norm[hs], sums[hs]
         launch(_block_lags, grid, *tensors, *numbers, L=blocked.size, DIM=dim, **tile)

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from fastrpb.kernels.launch import ceil_div, launch, power_of_2
 
+SWAP = {"BR": 128, "BC": 128, "num_warps": 8}
+
 
 def heads_inside(v: Tensor) -> bool:
     """Whether memory runs over (batch, length, heads, dim), not (batch, heads, length, dim)."""
@@ -53,41 +55,61 @@ def largest_weight(w: Tensor) -> Tensor:
 
 
 @triton.jit
-def _copy(src, dst, batch, inner, sb, si, sj, db, di, dj, BB: tl.constexpr, BJ: tl.constexpr):
-    """dst[b, i, j] = src[b, i, j] in tiles of b and j, either side along its contiguous axis."""
-    i = tl.program_id(1).to(tl.int64)
-    b = (tl.program_id(2) * BB + tl.arange(0, BB)).to(tl.int64)[:, None]
-    j = (tl.program_id(0) * BJ + tl.arange(0, BJ)).to(tl.int64)[None, :]
-    inside = (b < batch) & (j < inner)
-    tile = tl.load(src + b * sb + i * si + j * sj, mask=inside)
-    tl.store(dst + b * db + i * di + j * dj, tile, mask=inside)
+def _copy(
+    src,
+    dst,
+    batch,
+    outer,
+    inner,
+    sb,
+    so,
+    si,
+    sd,
+    db,
+    do,
+    di,
+    dd,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """dst = src, both (batch, outer, inner, DIM): tiles of (outer, batch) by (inner, DIM).
+
+    One side's memory is contiguous along `batch`, that of the other along DIM and `inner`.
+    """
+    row = tl.arange(0, BR)[:, None]
+    tiles = tl.cdiv(inner * DIM, BC)
+    o = (tl.program_id(0) // tiles).to(tl.int64) * (BR // WIDE) + row // WIDE
+    b = (tl.program_id(1) * WIDE + row % WIDE).to(tl.int64)
+    c = tl.program_id(0) % tiles * BC + tl.arange(0, BC)[None, :]
+    i, d = (c // DIM).to(tl.int64), c % DIM
+    inside = (b < batch) & (o < outer) & (i < inner)
+    tile = tl.load(src + b * sb + o * so + i * si + d * sd, mask=inside)
+    tl.store(dst + b * db + o * do + i * di + d * dd, tile, mask=inside)
 
 
-def _swap(src: Tensor, dst: Tensor) -> None:
-    """Copy (batch, outer, inner) between memory orders that end in `inner` and in `batch`."""
-    batch, outer, inner = src.shape
-    block = 64
-    grid = ceil_div(inner, block), outer, ceil_div(batch, block)
-    numbers = batch, inner, *src.stride(), *dst.stride()
-    launch(_copy, grid, src, dst, *numbers, BB=block, BJ=block, num_warps=4)
+def _swap(src: Tensor, dst: Tensor, inside: bool) -> None:
+    """Copy (batch, heads, length, dim); `inside` says that heads are nearer than positions."""
+    if inside:
+        src, dst = src.transpose(1, 2), dst.transpose(1, 2)
+    batch, outer, inner, dim = src.shape
+    wide = min(64, power_of_2(batch))
+    tiles = ceil_div(inner * dim, SWAP["BC"]) * ceil_div(outer, SWAP["BR"] // wide)
+    numbers = batch, outer, inner, *src.stride(), *dst.stride()
+    grid = tiles, ceil_div(batch, wide)
+    launch(_copy, grid, src, dst, *numbers, DIM=dim, WIDE=wide, **SWAP)
 
 
-def _lines(x: Tensor) -> Tensor:
-    """(batch, heads, length, dim) as (batch, outer, inner) with inner contiguous."""
-    return (x.transpose(1, 2) if heads_inside(x) else x).flatten(2)
+def _by_batch(packed: Tensor, batch: int) -> Tensor:
+    """The tensor of `empty_packed` as (batch, heads, length, dim)."""
+    return packed.squeeze(0).unflatten(-1, (-1, batch)).movedim(-1, 0)
 
 
 def empty_packed(x: Tensor, length: int) -> Tensor:
     """A fresh (1, heads, length, dim·batch) tensor for `pack` and `unpack` of tensors like x."""
     batch, heads, _, dim = x.shape
-    if heads_inside(x):
-        return x.new_empty(1, length, heads, dim * batch).transpose(1, 2)
     return x.new_empty(1, heads, length, dim * batch)
-
-
-def _packed_lines(packed: Tensor, batch: int) -> Tensor:
-    """The tensor of `empty_packed` as (batch, outer, inner), in the order of `_lines`."""
-    return _lines(packed.unflatten(-1, (-1, batch)).movedim(-1, 1).squeeze(0))
 
 
 def pack(x: Tensor) -> Tensor:
@@ -96,10 +118,10 @@ def pack(x: Tensor) -> Tensor:
     What few channels share a filter gives a product by tensor cores too few columns.
     """
     packed = empty_packed(x, x.shape[2])
-    _swap(_lines(x), _packed_lines(packed, len(x)))
+    _swap(x, _by_batch(packed, len(x)), heads_inside(x))
     return packed
 
 
 def unpack(packed: Tensor, y: Tensor) -> None:
     """Undo `pack` into y (batch, heads, length, dim)."""
-    _swap(_packed_lines(packed, len(y)), _lines(y))
+    _swap(_by_batch(packed, len(y)), y, heads_inside(y))
