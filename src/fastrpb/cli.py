@@ -457,9 +457,7 @@ def bench(
 
 @app.command()
 def export(
-    run: Annotated[
-        Path, typer.Argument(help="Folder with model.safetensors, that file, or mnist.")
-    ],
+    run: Annotated[Path, typer.Argument(help="Folder of model.safetensors, that file, or mnist.")],
     out: Annotated[Path, typer.Argument(help="The ONNX file to write.")],
 ) -> None:
     """Write a trained model as an ONNX file, for any batch and length.

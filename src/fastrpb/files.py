@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-
 SHIPPED = Path(__file__).parent / "shipped"
 
 
