@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastrpb.kernels.direct import split
 from fastrpb.kernels.launch import ceil_div, launch, power_of_2
 from fastrpb.kernels.layout import largest_weight, unit
 
@@ -86,7 +87,7 @@ def _product(
     start = tl.program_id(0) % tiles * BM
     h = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) // tiles * BN + tl.arange(0, BN)
-    b, d = (c // DIM).to(tl.int64), c % DIM
+    b, d = split(c, DIM, BN)
     inside = (c < columns)[None, :]
     r, k = tl.arange(0, BM), tl.arange(0, BK)
     at = r // SPAN * PITCH + r % SPAN
@@ -181,7 +182,7 @@ def _lags(
         n = (low + step % blocks) * (BT // SPAN * LINE) + pixel
         m = n + delta * (BT // SPAN * LINE)
         c = start + step // blocks * BK + k
-        b, d = (c // DIM).to(tl.int64), c % DIM
+        b, d = split(c, DIM, BK)
         g_at = g + h * gh + n[:, None].to(tl.int64) * gn + (b * gb + d)[None, :]
         v_at = v + h * vh + m[:, None].to(tl.int64) * vn + (b * vb + d)[None, :]
         inside = (c < columns)[None, :]
