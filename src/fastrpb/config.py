@@ -232,7 +232,7 @@ def digits(attention: Attention, features: Features, position: Position) -> RunC
     size = {"dim": 64, "layers": 2, "heads": 4, "mlp_dim": 128, "dropout": 0.0}
     bias: dict[str, Any] = {"filters": 64, "bias_reach": 8.0, "bias_kind": "full"}
     model = _model("digits", attention, features, position, **size, **bias)
-    model = replace(model, absolute="none", pooling="mean")
+    model = replace(model, absolute="none", pooling="mean", norm="batch")
     return RunConfig("digits", model, epochs=12, batch_size=32, learning_rate=4e-3, warmup=40)
 
 

@@ -130,16 +130,20 @@ def slice_figure(
     word: str = "head",
     heads: int = 8,
 ) -> Figure:
-    """Figure 2: the bias that a pixel (crossed) gives to every other, by layer and head."""
-    heads = min(heads, len(layers[0]))
+    """Figure 2: the bias that a pixel (crossed) gives to every other, by layer and head.
+
+    Of more heads than are to be shown, those evenly spread: local inits order them by reach.
+    """
+    shown = torch.linspace(0, len(layers[0]) - 1, min(heads, len(layers[0]))).round().long()
+    heads = len(shown)
     size = (1.1 * heads + 0.9, 1.15 * len(layers) + 0.5)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(len(layers), heads, squeeze=False)
     for number, (line, w) in enumerate(zip(axes, layers, strict=True), 1):
-        pictures = slice_of(w, image, pixel)[:heads]
+        pictures = slice_of(w, image, pixel)[shown]
         limit = float(pictures.abs().max()) or 1.0
         colours = ScalarMappable(Normalize(-limit, limit), WEIGHTS_MAP)
-        for head, (ax, picture) in enumerate(zip(line, pictures, strict=True)):
+        for head, ax, picture in zip(shown.tolist(), line, pictures, strict=True):
             ax.imshow(picture.numpy(), cmap=colours.cmap, norm=colours.norm)
             ax.plot(pixel[1], pixel[0], "x", color="black", markersize=4)
             ax.set_xticks([])

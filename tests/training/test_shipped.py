@@ -1,0 +1,84 @@
+"""The trained model of the package, and the records behind the pages."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fastrpb.config import best, from_json, to_json
+from fastrpb.evaluate import load_run, predict
+from fastrpb.figures import biases, weights_of
+from fastrpb.files import SHIPPED
+from fastrpb.run import same_config
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/reproduction.md").read_text(encoding="utf-8")
+
+
+def records(name):
+    return [json.loads(line) for line in (ROOT / "results" / name).read_text().splitlines()]
+
+
+def percent(value):
+    return f"{100 * value:.2f}"
+
+
+def test_it_reads_a_seven():
+    (digit, probability), *_ = predict("mnist", [str(ROOT / "docs/seven.png")])
+    assert digit == "7"
+    assert probability > 0.9
+
+
+def test_it_is_small_and_its_record_is_in_the_results():
+    folder = SHIPPED / "mnist"
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 5e6
+    record = json.loads((folder / "result.json").read_text())
+    assert record in records("mnist-best.jsonl")
+    config, model = load_run("mnist")
+    assert same_config(record["config"]) == same_config(json.loads(to_json(config)))
+    assert config == best("mnist")
+    assert sum(p.numel() for p in model.parameters()) == record["parameters"]
+    assert all(x.isfinite().all() for x in model.state_dict().values() if x.is_floating_point())
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    test = record["metrics"]["test"]
+    assert f"{percent(test['accuracy'])}% of 10,000 (macro F1 {percent(test['f1'])})" in card
+    assert f"{record['parameters']:,} weights" in card
+    assert f"{percent(test['accuracy'])}%" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_its_filters_are_sparse():
+    _, model = load_run("mnist")
+    zeros = [(weights_of(bias) == 0).float().mean().item() for bias in biases(model)]
+    assert sum(zeros) / len(zeros) == pytest.approx(19 / 20, abs=0.01)
+    assert "19 of 20 weights" in PAGE
+
+
+def test_a_folder_comes_before_a_shipped_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mnist").mkdir()
+    with pytest.raises(ValueError, match=r"mnist is no run: it has no config\.json"):
+        load_run("mnist")
+
+
+def test_the_tables_of_the_page_are_those_of_the_records():
+    for record in records("mnist-best.jsonl"):
+        config, (validation, test) = record["config"], record["metrics"].values()
+        row = (
+            *(config["seed"], percent(test["accuracy"]), percent(test["f1"])),
+            *(percent(validation["accuracy"]), f"{record['seconds']:.0f}"),
+            f"{record['peak_memory_bytes'] / 2**20:.0f}",
+        )
+        assert f"| {' | '.join(map(str, row))} |" in PAGE
+        config = from_json(json.dumps(config), "the record")
+        assert config == replace(best("mnist"), seed=config.seed)
+    for record in records("mnist-levers.jsonl"):
+        config, (validation, test) = record["config"], record["metrics"].values()
+        model = config["model"]
+        numbers = (
+            *(config["bias_rate"], model["bias_threshold"], model["dropout"]),
+            *(model["bias_dropout"], config["weight_decay"]),
+        )
+        row = [f"{x:g}" for x in numbers]
+        row += [percent(x["accuracy"]) for x in (validation, test)]
+        assert f"| {' | '.join(row)} |" in PAGE
