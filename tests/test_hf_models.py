@@ -1,6 +1,7 @@
 """The models of `fastrpb.hf` in Transformers' own tools: Trainer, pipeline, generate and so on."""
 
 import json
+import math
 import shutil
 import types
 
@@ -213,6 +214,16 @@ def test_a_conversation_goes_on_from_its_cache():
     assert torch.equal(
         got, model.generate(later, use_cache=False, max_new_tokens=5, do_sample=False)
     )
+
+
+@pytest.mark.parametrize("absolute", ["learned", "sinusoidal", "none"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_first_guess_of_a_token_is_even(absolute, causal):
+    model = (FastRPBForCausalLM if causal else FastRPBForMaskedLM)(
+        config(causal=causal, absolute=absolute, hidden_size=256)
+    )
+    x = torch.randint(30, (4, 20))
+    assert model(x, labels=x).loss < 2 * math.log(30)
 
 
 def test_prompts_may_come_in_chunks_or_as_embeddings():

@@ -448,6 +448,26 @@ def test_gradients_of_gradients(causal):
         assert error(a, b) < 5e-3
 
 
+def test_gradients_over_images():
+    """Of gradients, and of v where w is frozen."""
+    w, v = rand(2, 9, 17), rand(1, 2, 5 * 9, 16, dtype=torch.float16)
+    exact = [x.double() for x in (w, v)]
+
+    def second(impl, w, v):
+        w, v = w.requires_grad_(), v.requires_grad_()
+        y = toeplitz_matmul_2d(w, v, (5, 9), impl=impl)
+        first = torch.autograd.grad(y.to(w.dtype).square().mean(), (w, v), create_graph=True)
+        return torch.autograd.grad(sum(x.to(w.dtype).square().sum() for x in first), (w, v))
+
+    def frozen(impl, w, v):
+        y = toeplitz_matmul_2d(w.detach(), v.requires_grad_(), (5, 9), impl=impl)
+        return torch.autograd.grad(y.sum(), v)
+
+    for run in (second, frozen):
+        for a, b in zip(run("triton", w, v), run("dense", *exact), strict=True):
+            assert error(a, b) < 5e-3
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_func_transforms():
     w, v = rand(2, 39), rand(3, 2, 2, 20, 16, dtype=torch.float16)
@@ -474,6 +494,9 @@ def test_operators_are_registered_correctly():
     for v in (rand(2, 2, 20, 4).half(), rand(2, 20, 2, 8).half().transpose(1, 2)[..., ::2]):
         opcheck(torch.ops.fastrpb.toeplitz_triton.default, (w, v, -19, 20, 0, 0))
         opcheck(torch.ops.fastrpb.toeplitz_triton_backward.default, (g, w, v, -19, 0, 0))
+    w = rand(2, 7 * 9)  # over images of 4×5
+    opcheck(torch.ops.fastrpb.toeplitz_triton.default, (w, g, -31, 20, 0, 5))
+    opcheck(torch.ops.fastrpb.toeplitz_triton_backward.default, (g, w, g, -31, 0, 5))
 
 
 def test_the_other_operators_are_registered_correctly():

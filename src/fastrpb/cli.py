@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 try:
     import typer
 
-    from fastrpb.show import Display, show_dataset, show_table
+    from fastrpb.show import Display, show_dataset, show_table, waiting
 except ModuleNotFoundError as missing:
     message = f"fastrpb: the command needs the package {missing.name}: pip install 'fastrpb[cli]'"
     print(message, file=sys.stderr)
@@ -375,7 +375,8 @@ def evaluate(
     """
     from fastrpb.evaluate import evaluate_run
 
-    metrics = evaluate_run(run, split, data_dir=data_dir, cpu=cpu)
+    with waiting("evaluating"):
+        metrics = evaluate_run(run, split, data_dir=data_dir, cpu=cpu)
     if not _is_main():
         return
     print(
@@ -388,7 +389,10 @@ def evaluate(
 def predict(
     run: RunFolder,
     item: Annotated[
-        str, typer.Argument(metavar="INPUT", help="An image file, a text, an expression; - reads.")
+        str,
+        typer.Argument(
+            metavar="INPUT", help="An image file (a digit: white on black), a text; - reads it."
+        ),
     ],
     second: Annotated[str | None, typer.Argument(help="The other document, for retrieval.")] = None,
 ) -> None:
@@ -403,7 +407,7 @@ def predict(
     """
     from fastrpb.evaluate import predict as classes_of
 
-    items = [sys.stdin.read() if x == "-" else x for x in (item, second) if x is not None]
+    items = [x for x in (item, second) if x is not None]
     for name, probability in classes_of(run, items)[:5]:
         print(f"{probability:7.2%}  {name}")
 
@@ -476,11 +480,11 @@ def _resolve(
     task: str | None, config: Path | None, values: dict[str, Any], strongest: bool = False
 ) -> RunConfig:
     """The config of a task's preset, or of a file, with the options in place of its values."""
+    if strongest and config is not None:
+        raise ValueError("--best is a config of its own: leave --config out")
     if (task is None) == (config is None):
         raise ValueError("give one of TASK, --config FILE and, to go on with a run, --resume RUN")
     if config is not None:
-        if strongest:
-            raise ValueError("--best is a config of its own: leave --config out")
         return override(load_config(config), values)
     if strongest:
         return override(best(task), values)  # pyright: ignore[reportArgumentType]

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from fastrpb.checks import check_choice, check_size, nearest
 from fastrpb.data import TASKS, task
+from fastrpb.files import shipped_or
 from fastrpb.model import Attention, Features, ModelConfig, Position
 
 Schedule = Literal["constant", "linear", "cosine", "rsqrt"]
@@ -220,8 +221,12 @@ def preset(
     7e-05
     """
     if task not in TASKS:
-        raise ValueError(f"unknown task {task!r}; {nearest(task, TASKS)}")
+        raise _unknown(task)
     return _SETUPS[task](attention, features, position)
+
+
+def _unknown(task: str) -> ValueError:
+    return ValueError(f"unknown task {task!r}; {nearest(task, TASKS)}")
 
 
 def digits(attention: Attention, features: Features, position: Position) -> RunConfig:
@@ -328,6 +333,8 @@ def best(task: str) -> RunConfig:
     >>> best("mnist").model.filters
     64
     """
+    if task not in TASKS:
+        raise _unknown(task)
     if task not in BEST:
         raise ValueError(f"there is a best set-up for {', '.join(BEST)}, not for {task!r}")
     return BEST[task]()
@@ -408,7 +415,7 @@ def from_json(content: str, where: object) -> RunConfig:
 
 def load_config(path: str | Path) -> RunConfig:
     """The config of a file, or of a run's folder."""
-    path = Path(path)
+    path = shipped_or(path)
     path = path / "config.json" if path.is_dir() else path
     try:
         return from_json(path.read_text(), path)

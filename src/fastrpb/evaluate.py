@@ -5,6 +5,7 @@ And what training shares with it: a run's model, data and device, random numbers
 
 import hashlib
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,12 +127,19 @@ def predict(folder: str | Path, items: Sequence[str]) -> list[tuple[str, float]]
 
     Args:
         folder: of a run, or the name of one that comes with the package: "mnist".
-        items: the path of an image, a text, or an expression; two documents for retrieval.
+        items: the path of an image, a text, or an expression; two documents for retrieval. "-"
+            reads a text from the standard input.
     """
     config, model = load_run(folder)
     facts = task_of(config)
+    what = "the path of an image" if facts.image_shape else "two texts" if facts.pair else "a text"
     if len(items) != 1 + facts.pair:
-        raise ValueError(f"{facts.name} takes {1 + facts.pair} inputs, got {len(items)}")
+        raise ValueError(f"{facts.name} takes {what}, got {len(items)} inputs")
+    if facts.image_shape and "-" in items:
+        raise ValueError(f"{facts.name} takes {what}; - reads texts only")
+    items = [sys.stdin.read() if item == "-" else item for item in items]
+    if not all(item.strip() for item in items):
+        raise ValueError(f"{facts.name} takes {what}, but an input is empty")
     with torch.no_grad(), own_random_numbers(torch.device("cpu")):
         seed_from("evaluate")
         logits = model(*(facts.encode(item).unsqueeze(0) for item in items))
@@ -203,6 +211,12 @@ def clear_errors(config: RunConfig, accelerator: Accelerator) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch.OutOfMemoryError is one, and the CPU's has no name
+        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"torch.compile cannot compile the model here: {reason}; begin again with "
+                "--no-compile"
+            ) from error
         if not isinstance(error, torch.OutOfMemoryError) and "alloc" not in str(error):
             raise
         raise ValueError(

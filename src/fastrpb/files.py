@@ -12,14 +12,20 @@ from torch import Tensor
 SHIPPED = Path(__file__).parent / "shipped"
 
 
-def shipped_or(path: str | os.PathLike) -> Path:
-    """A path; where there is nothing, the folder of the package's trained model of that name.
+def shipped() -> list[str]:
+    """The names of the package's trained models."""
+    return sorted(folder.name for folder in SHIPPED.iterdir())
 
-    >>> shipped_or("mnist").name, shipped_or("nothing/here").name
-    ('mnist', 'here')
+
+def shipped_or(path: str | os.PathLike) -> Path:
+    """A path; where no run or model is, the folder of the package's trained model of that name.
+
+    >>> shipped_or("mnist") == SHIPPED / "mnist", str(shipped_or("../kernels"))
+    (True, '../kernels')
     """
-    path, shipped = Path(path), SHIPPED / path
-    return shipped if shipped.is_dir() and not path.exists() else path
+    path = Path(path)
+    own = any((path / name).exists() for name in ("config.json", "model.safetensors"))
+    return SHIPPED / path if str(path) in shipped() and not own else path
 
 
 @contextmanager

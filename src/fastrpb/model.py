@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise, repeat
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -45,6 +46,7 @@ Pooling = Literal["cls", "mean"]
 Norm = Literal["layer", "batch"]
 BiasInit = Literal["local", "normal", "zero"]
 
+TIED_STD = 0.02  # of first embeddings that give the logits of tokens too
 ON_LOGITS = ("rpe", "t5", "alibi")
 _ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _SIZES = (
@@ -134,8 +136,8 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
         self._check_bias()
 
     def _check_bias(self) -> None:
-        if self.bias_reach < 1:
-            raise ValueError(f"bias_reach={self.bias_reach} must be at least 1 token")
+        if not 1 <= self.bias_reach < inf:
+            raise ValueError(f"bias_reach={self.bias_reach} must be a number, at least 1 token")
         if self.bias_threshold < 0:
             raise ValueError(f"bias_threshold={self.bias_threshold} must be at least 0")
         if self.position == "fastrpb2d":
@@ -172,11 +174,8 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
 
     @property
     def embedding_std(self) -> float:
-        """Of the first embeddings: as large as the positions added to them, sinusoids if any.
-
-        Those of a causal model stay small, as a language model takes its logits from them too.
-        """
-        return 0.02 if self.absolute == "learned" or self.causal else 1.0
+        """Of the first embeddings: as large as the positions that are added to them."""
+        return 0.02 if self.absolute == "learned" else 1.0
 
     @property
     def mlp(self) -> int:
@@ -347,6 +346,7 @@ class LanguageModel(nn.Module):
             raise ValueError("a language model needs causal=True")
         self.config = config
         self.encoder = Encoder(config)
+        nn.init.normal_(self.encoder.embedding.weight, std=TIED_STD)
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         return nn.functional.linear(self.encoder(tokens, mask), self.encoder.embedding.weight)

@@ -29,7 +29,7 @@ from fastrpb import figures
 from fastrpb.compare import Cells, cells, lines, on_test
 from fastrpb.config import COLUMNS, ROWS, completed
 from fastrpb.evaluate import load_run
-from fastrpb.files import replacing
+from fastrpb.files import replacing, shipped_or
 from fastrpb.run import Run, read_lines, same_config
 
 _PIXEL = (12, 10)  # the paper's
@@ -108,7 +108,7 @@ def write_report(
 def collect(folders: Iterable[str | Path]) -> list[Entry]:
     """The runs of some folders, by name: finished ones, and those that are still trained."""
     entries: dict[tuple[str, str], Entry] = {}
-    for folder in map(Path, folders):
+    for folder in map(shipped_or, folders):
         if not folder.is_dir():
             raise ValueError(f"there is no folder {folder}")
         found = list(_entries(folder))

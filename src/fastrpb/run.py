@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fastrpb import __version__
 from fastrpb.config import RunConfig, completed, differences, from_json, load_config, to_json
-from fastrpb.files import read_tensors, replacing, write_tensors
+from fastrpb.files import SHIPPED, read_tensors, replacing, shipped, write_tensors
 
 KEPT = 2  # checkpoints
 
@@ -48,6 +48,11 @@ class Run:
         return self.config_file.exists()
 
     def config(self) -> RunConfig:
+        if not self.folder.exists():
+            known = ", ".join(shipped())
+            raise ValueError(
+                f"there is no folder {self.folder}; the package has models of: {known}"
+            )
         if not self.exists():
             raise ValueError(f"{self.folder} is no run: it has no config.json")
         return load_config(self.config_file)
@@ -78,6 +83,9 @@ class Run:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Alone in the folder, over all processes; given back even if the process is killed."""
+        if SHIPPED in self.folder.resolve().parents:
+            name = self.folder.name
+            raise ValueError(f"{name} comes with the package; train your own: --config {name}")
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(self.folder / "lock", timeout=0):

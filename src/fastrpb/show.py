@@ -8,6 +8,7 @@ from rich.columns import Columns
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.status import Status
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -76,6 +77,11 @@ def in_words(progress: "train.Progress") -> str:
         f"loss {progress.loss:.4f}  accuracy {progress.accuracy:.1%}  "
         f"{progress.tokens_per_second:,.0f} tokens/s"
     )
+
+
+def waiting(words: str) -> Status:
+    """A sign on a terminal that something goes on."""
+    return Console(stderr=True).status(words)
 
 
 def show_table(lines: list[list[str]], title: str) -> None:

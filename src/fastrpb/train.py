@@ -172,7 +172,7 @@ class _Trainer:
         model = build(config)
         self.parameters = sum(p.numel() for p in model.parameters())
         if config.compile:
-            _compile(model)
+            _compile(model, config)
         self.groups = _groups(model)
         named = dict(model.named_parameters())
         decay = config.weight_decay if config.bias_decay is None else config.bias_decay
@@ -505,13 +505,14 @@ def _caught_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _compile(model: Any) -> None:
+def _compile(model: Any, config: RunConfig) -> None:
     """Images have one shape: the launches of a pass are recorded once, and a GPU replays them.
 
+    Not where gradients add up over several passes: a replay would write over those before it.
     Other lengths vary: one block is compiled for all of them, and serves every layer.
     """
-    if model.config.image:
-        model.compile(mode="reduce-overhead")
+    if config.model.image:
+        model.compile(mode="reduce-overhead" if config.accumulate == 1 else "default")
         return
     for block in model.encoder.blocks:
         block.compile(dynamic=True)

@@ -9,8 +9,8 @@ import pytest
 from fastrpb.config import best, from_json, to_json
 from fastrpb.evaluate import load_run, predict
 from fastrpb.figures import biases, weights_of
-from fastrpb.files import SHIPPED
-from fastrpb.run import same_config
+from fastrpb.files import SHIPPED, shipped_or
+from fastrpb.run import Run, same_config
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/reproduction.md").read_text(encoding="utf-8")
@@ -54,11 +54,35 @@ def test_its_filters_are_sparse():
     assert "19 of 20 weights" in PAGE
 
 
-def test_a_folder_comes_before_a_shipped_name(tmp_path, monkeypatch):
+def test_a_run_comes_before_a_shipped_name_and_other_folders_do_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("mnist").mkdir()
-    with pytest.raises(ValueError, match=r"mnist is no run: it has no config\.json"):
-        load_run("mnist")
+    folder = Path("mnist")
+    folder.mkdir()
+    assert shipped_or(folder) == SHIPPED / "mnist"
+    (folder / "config.json").touch()
+    assert shipped_or(folder) == folder
+
+
+def test_it_is_not_trained_over():
+    before = sorted(SHIPPED.rglob("*"))
+    with (
+        pytest.raises(ValueError, match="mnist comes with the package; train your own: --config"),
+        Run(SHIPPED / "mnist").locked(),
+    ):
+        pass
+    assert sorted(SHIPPED.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ("", "mnist takes the path of an image, but an input is empty"),
+        ("-", "mnist takes the path of an image; - reads texts only"),
+    ],
+)
+def test_what_is_no_image(item, words):
+    with pytest.raises(ValueError, match=words):
+        predict("mnist", [item])
 
 
 def test_the_tables_of_the_page_are_those_of_the_records():

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch._inductor.exc import InductorError
 
 from apart import APART
 from fastrpb import load_model
@@ -383,10 +384,45 @@ def test_what_is_compiled(monkeypatch):
     calls = []
     compiled = lambda module, **options: calls.append((type(module).__name__, options))  # noqa: E731
     monkeypatch.setattr(torch.nn.Module, "compile", compiled)
-    for task in ("mnist", "retrieval"):
-        _compile(build(override(preset(task), {"layers": 2, "dim": 8, "heads": 1})))
-    blocks = [("Block", {"dynamic": True})] * 2
-    assert calls == [("Classifier", {"mode": "reduce-overhead"}), *blocks]
+    for task, parts in (("mnist", 1), ("mnist", 2), ("retrieval", 2)):
+        small = {"layers": 2, "dim": 8, "heads": 1, "accumulate": parts}
+        config = override(preset(task), small)
+        _compile(build(config), config)
+    # Replayed, the second part of a batch would write over the gradients of the first.
+    images = [("Classifier", {"mode": mode}) for mode in ("reduce-overhead", "default")]
+    assert calls == [*images, *[("Block", {"dynamic": True})] * 2]
+
+
+def test_without_a_compiler(small, tmp_path, monkeypatch):
+    def compile_here(*_):
+        raise InductorError(FileNotFoundError("no compiler"), None)
+
+    monkeypatch.setattr("fastrpb.train.classify", compile_here)
+    words = "cannot compile the model here: FileNotFoundError: no compiler; begin again with --no-"
+    with pytest.raises(ValueError, match=words):
+        train(small(steps=1), tmp_path / "run", cpu=True)
+
+
+def test_one_compiled_block_serves_short_lengths_too():
+    """Those at which W is formed; and its gradients are those of the block as it is."""
+    changes = {"dim": 8, "layers": 2, "heads": 2, "mlp_dim": 8, "max_length": 99, "dropout": 0.0}
+    config = override(preset("text"), changes)
+    model = build(config)
+    batches = [torch.randint(255, (2, length)) for length in (20, 33, 47, 60)]
+
+    def outcome(tokens):
+        logits = model(tokens)
+        w = model.encoder.blocks[1].attention.bias.w
+        return logits, *torch.autograd.grad(logits.square().sum(), w)
+
+    wanted = [outcome(tokens) for tokens in batches]
+    graphs = []
+    backend = lambda graph, _: graphs.append(graph) or graph.forward  # noqa: E731
+    torch.compiler.reset()
+    for block in model.encoder.blocks:
+        block.compile(dynamic=True, backend=backend)
+    torch.testing.assert_close([outcome(tokens) for tokens in batches], wanted)
+    assert len(graphs) == 1
 
 
 def test_clipping(small, tmp_path):
@@ -476,7 +512,7 @@ def test_predictions_of_an_image(small, tmp_path):
     expected = model(tokens.unsqueeze(0)).softmax(-1).squeeze(0)
     assert [name for name, _ in found] == [str(i.item()) for i in expected.argsort(descending=True)]
     assert sum(p for _, p in found) == pytest.approx(1)
-    with pytest.raises(ValueError, match="digits takes 1 inputs, got 2"):
+    with pytest.raises(ValueError, match="digits takes the path of an image, got 2 inputs"):
         predict(tmp_path / "run", ["a.png", "b.png"])
 
 

@@ -95,13 +95,13 @@ def test_train_evaluate_resume_and_config(run, tmp_path):
         (["train", "digits", "--steps", "0"], "steps=0 must be at least 1"),
         (["train", "text", "--data-dir", "nowhere"], "there is no folder nowhere"),
         (["train", "--config", "none.json"], "cannot read the config none.json"),
-        (["train", "--resume", "nowhere"], "nowhere is no run"),
+        (["train", "--resume", "nowhere"], "there is no folder nowhere; the package has"),
         (["train", "digits", "--best"], "best set-up for mnist"),
         (["train", "--config", "none.json", "--best"], "leave --config out"),
         (["train", "--resume", "nowhere", "--best"], "leave --config, --best and --out out"),
         (["train", "digits", "--tracker", "wandb"], "needs the package wandb"),
-        (["evaluate", "nowhere"], "nowhere is no run"),
-        (["predict", "nowhere", "x"], "nowhere is no run"),
+        (["evaluate", "nowhere"], "there is no folder nowhere"),
+        (["predict", "nowhere", "x"], "there is no folder nowhere"),
         (["compare", "digits", "--features", "sikv"], "features='sikv'; did you mean sikf?"),
         (["compare", "digits", "--position", "fastrbp"], "did you mean fastrpb"),
         (["compare", "digits", "--seeds", "0;1"], "--seeds takes whole numbers"),
@@ -164,6 +164,7 @@ def test_two_processes_train_as_one_does(run, tmp_path):
     """The same global batch: the same weights, but for the order in which gradients are summed."""
     values = [*SMALL, "--steps", 60, "--eval-every", 25, "--keep", "best", "--save-every", 20]
     values = ["train", "digits", *values, "--learning-rate", "1e-2", "--tracker", "none"]
+    values += ["--norm", "layer"]  # batch norm has the statistics of each process
     assert run(*values, "--out", "one")[0] == 0
     process = start(*values, "--out", "two", launcher=TWO, cwd=tmp_path)
     out, error = process.communicate(timeout=120)

@@ -160,7 +160,7 @@ def _tile(dtype: torch.dtype, columns: int, rows: int, heads: int) -> tuple[dict
     wide = min(tile["BN"], tile_width(columns))
     blocks = ceil_div(rows, tile["BM"])
     spare = max(1, heads * blocks // ENOUGH)
-    together = min(tile["BN"] // wide, power_of_2(blocks), power_of_2(spare))
+    together = min(tile["BN"] // wide, power_of_2(blocks), 1 << (spare.bit_length() - 1))
     return tile | {"BN": wide * together}, wide
 
 
@@ -248,6 +248,13 @@ def _collect(sums, dw, distances, offset, blocks, parts, BT: tl.constexpr):
     tl.store(dw + h.to(tl.int64) * distances + j, total, mask=(j >= 0) & (j < distances))
 
 
+def shares(columns: int, chunk: int, programs: int) -> tuple[int, int]:
+    """Into how many parts of how many columns, whole chunks, to cut the work of few programs."""
+    parts = max(1, min(ceil_div(columns, chunk), PROGRAMS // programs))
+    share = ceil_div(ceil_div(columns, parts), chunk) * chunk
+    return ceil_div(columns, share), share
+
+
 def lags(g: Tensor, v: Tensor, first: int, distances: int) -> Tensor:
     """dw_d = Σ_n ⟨g[n], v[n+d]⟩ over batch and dim: (heads, distances) float32, from `first` on."""
     (_, heads, n, dim), m, columns = v.shape, g.shape[2], v.shape[0] * v.shape[3]
@@ -256,9 +263,7 @@ def lags(g: Tensor, v: Tensor, first: int, distances: int) -> Tensor:
     size, window, wide = tile["BT"], tile["BW"], min(tile["BK"], tile_width(columns))
     first_block, last_block = first // size, (first + distances - 1) // size + 1
     windows = ceil_div(last_block - first_block + 1, window // size)
-    parts = max(1, min(ceil_div(columns, wide), PROGRAMS // (windows * heads)))
-    share = ceil_div(ceil_div(columns, parts), wide) * wide
-    parts = ceil_div(columns, share)
+    parts, share = shares(columns, wide, windows * heads)
     blocks = windows * (window // size)
     sums = g.new_empty(heads, parts, blocks, 2, size, dtype=torch.float32)
     grid = windows, parts, heads

@@ -36,7 +36,7 @@ MIX_FEW = {"BM": 64, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3}
 BLOCKS = {"BM": 128, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
 BLOCKS_64 = {"BM": 64, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 2}
 LAGS = {"BT": 64, "BK": 64, "num_warps": 4, "num_stages": 3}
-FEW_LAGS = {"BT": 64, "num_warps": 2, "num_stages": 1}  # where one step takes all columns
+FEW_LAGS = {"BT": 64, "BK": 64, "num_warps": 2, "num_stages": 1}  # where one step takes all columns
 FOLD, TABULATE, UNTABULATE = 32, 32, 16  # tiles of the small kernels that prepare the weights
 MANY = 4096  # spectra, to tabulate them in larger tiles
 LEAST = 1 << 24  # bytes of scratch memory that are never worth saving
@@ -394,10 +394,10 @@ class _Blocked:
         """The adjoint of `spectrum`: dw from the diagonals of all blocks."""
         size, blocks, heads = self.size, self.blocks, len(sums)
         spectra = sums.new_zeros(heads, 2 * size, 2 * blocks + 1, 2)
-        tile = UNTABULATE
-        grid = ceil_div(blocks, tile), 2 * size // tile, heads
+        grid = ceil_div(blocks, UNTABULATE), 2 * size // UNTABULATE, heads
         numbers = self.outer, self.inner
-        launch(_untabulate, grid, sums, spectra, *numbers, L=size, BT=sums.shape[-1], TILE=tile)
+        constants = {"L": size, "BT": sums.shape[-1], "TILE": UNTABULATE}
+        launch(_untabulate, grid, sums, spectra, *numbers, **constants)
         folded = torch.fft.irfft(torch.view_as_complex(spectra), n=4 * blocks, norm="forward")
         dw = sums.new_empty(heads, distances)
         grid = ceil_div(distances, 256), heads

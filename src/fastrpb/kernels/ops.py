@@ -15,8 +15,9 @@ from fastrpb.kernels.launch import tile_width
 
 # Measured on an NVIDIA H200, with torch 2.11 and Triton 3.6. In distances of a head:
 CROSSOVER = 5000  # above, the hierarchical product is faster than the direct one
-MOST_PIXELS = 2500  # above, so is the hierarchical product over the padded rows of an image
 FLOAT16_LIMIT = 262_144  # above, the FFT is faster than the one step that float16 takes
+# In pixels of an image:
+MOST_PIXELS = 2500  # above, the hierarchical product over padded rows is faster than that of rows
 
 PACKED_BELOW = 16  # channels a head, to make the batch columns
 WIDEST_LINE = 64  # pixels, so that tiles hold whole rows

@@ -3,8 +3,8 @@
 A row of W is pieces of rows of w. In a table of w whose rows are `pitch` apart, and that stands
 there 8 times, each copy shifted by one more, those of a whole row of pixels are contiguous from a
 multiple of 16 bytes on. So tiles are whole rows of pixels, each `LINE` pixels wide and taken as
-`SPAN`, the next power of two; what is beyond is masked. O(N²) operations for N pixels, a quarter of
-those of a 1D product over rows padded to 2·LINE-1.
+`SPAN`, the next power of two; what is beyond is masked. O(N²) operations for N pixels: where LINE
+is a power of two, a quarter of those of a 1D product over rows padded to 2·LINE-1.
 """
 
 import torch
@@ -12,16 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrpb.kernels.direct import split
-from fastrpb.kernels.launch import ceil_div, launch, power_of_2
+from fastrpb.kernels.direct import COPIES, shares, split
+from fastrpb.kernels.launch import ceil_div, launch, power_of_2, tile_width
 from fastrpb.kernels.layout import largest_weight, unit
 
 PRODUCT = {"BM": 128, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3}
 LAGS = {"BT": 128, "BK": 64, "num_warps": 4, "num_stages": 3}
 FLOAT32 = {"BM": 64, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 2}
 FLOAT32_LAGS = {"BT": 64, "BK": 32, "num_warps": 4, "num_stages": 2}
-COPIES = 8
-PROGRAMS = 1024  # that fill a large GPU several times
 
 
 @triton.jit
@@ -118,13 +116,13 @@ def product(w: Tensor, v: Tensor, y: Tensor, line: int, *, sign: int = 1) -> Non
     v and y are (batch, heads, pixels, dim) with contiguous dim.
     """
     (_, heads, pixels, dim), columns = v.shape, v.shape[0] * v.shape[3]
-    span, pitch = _spans(line)
+    span, pitch = power_of_2(line), ceil_div(2 * line - 1, COPIES) * COPIES
     tile = FLOAT32 if v.dtype == torch.float32 else PRODUCT
     if columns <= 32:
         tile = tile | {"BN": 32}
     high = ceil_div(pixels // line * span, tile["BM"]) * tile["BM"] // span  # rows in all tiles
     zero = high * pitch
-    length = zero + high * pitch + 2 * tile["BK"]
+    length = zero + high * pitch
     scale = v.dtype == torch.float16  # the others have the range of float32
     top = largest_weight(w) if scale else w
     table = torch.empty(heads, COPIES, length, dtype=v.dtype, device=v.device)
@@ -135,11 +133,6 @@ def product(w: Tensor, v: Tensor, y: Tensor, line: int, *, sign: int = 1) -> Non
     numbers = length, zero, pixels, columns, *v.stride()[:3], *y.stride()[:3]
     sizes = {"PITCH": pitch, "LINE": line, "SPAN": span, "DIM": dim}
     launch(_product, grid, table, top, v, y, *numbers, **sizes, COPIES=COPIES, SCALE=scale, **tile)
-
-
-def _spans(line: int) -> tuple[int, int]:
-    """Of a row of pixels in a tile and of a row of distances in the table."""
-    return power_of_2(line), ceil_div(2 * line - 1, COPIES) * COPIES
 
 
 @triton.jit
@@ -204,12 +197,10 @@ def lags(g: Tensor, v: Tensor, line: int) -> Tensor:
     (_, heads, pixels, dim), columns = v.shape, v.shape[0] * v.shape[3]
     span, height = power_of_2(line), pixels // line
     tile = FLOAT32_LAGS if v.dtype == torch.float32 else LAGS
-    size, chunk = tile["BT"], min(tile["BK"], max(16, power_of_2(columns)))
+    size, chunk = tile["BT"], min(tile["BK"], tile_width(columns))
     high = ceil_div(height * span, size)
     blocks, rows = 2 * high - 1, size // span
-    parts = max(1, min(ceil_div(columns, chunk), PROGRAMS // (blocks * heads)))
-    share = ceil_div(ceil_div(columns, parts), chunk) * chunk
-    parts = ceil_div(columns, share)
+    parts, share = shares(columns, chunk, blocks * heads)
     sums = g.new_empty(heads, parts, blocks, 2, 2, rows, span, dtype=torch.float32)
     numbers = 1 - high, pixels, columns, share, *g.stride()[:3], *v.stride()[:3]
     sizes = {"LINE": line, "SPAN": span, "DIM": dim}
