@@ -15,8 +15,9 @@ class BatchNorm(nn.BatchNorm1d):
     """Each channel by its mean and variance over all kept tokens of the batch.
 
     Unlike LayerNorm it keeps how large a token is next to the others, such as bright and dark.
-    Evaluated, it uses the averages of training. Several processes have statistics each of its own,
-    and a batch that gradient checkpointing computes again counts twice in the averages.
+    Evaluated, it uses the averages of training. Several processes, and the parts of a batch that is
+    accumulated, have statistics each of its own; a batch that gradient checkpointing computes again
+    counts twice in the averages.
 
     >>> x = torch.randn(4, 100, 8) * 5 + 3
     >>> y = BatchNorm(8)(x)
