@@ -311,14 +311,12 @@ class _Trainer:
         self.on_validation(state.step, metrics)
 
     def _evaluate(self, split: Split) -> Metrics:
-        metrics = evaluate(
-            self.model,
-            split,
-            self.data.task,
-            EVALUATION_BATCHES * self.config.batch_size,
-            self.accelerator,
-            self._stop_if_asked,
-        )
+        size = EVALUATION_BATCHES * self.config.batch_size
+        # To compile for batches of evaluation too, and for the last, takes longer than it saves.
+        with torch.compiler.set_stance("force_eager"):
+            metrics = evaluate(
+                self.model, split, self.data.task, size, self.accelerator, self._stop_if_asked
+            )
         if not math.isfinite(metrics.loss):
             self._diverged(f"the loss of an evaluation is {metrics.loss} at step {self.state.step}")
         return metrics

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch._dynamo.utils import counters
 from torch._inductor.exc import InductorError
 
 from apart import APART
@@ -373,8 +374,11 @@ def test_bf16(small, tmp_path):
 
 def test_compiled_it_learns_the_same(small, tmp_path):
     plain = train(small(steps=3, dropout=0.0), tmp_path / "plain", cpu=True)
+    torch.compiler.reset()
+    counters.clear()
     config = small(steps=3, dropout=0.0, compile=True)
     compiled = train(config, tmp_path / "compiled", cpu=True)
+    assert counters["stats"]["unique_graphs"] == 1  # for training alone
     test = [record["metrics"]["test"]["loss"] for record in (plain, compiled)]
     assert test[0] == pytest.approx(test[1], rel=1e-4)
 
