@@ -181,7 +181,7 @@ def test_generation_from_the_stream_equals_recomputing(features, position, lengt
     assert isinstance(got.past_key_values, FastRPBCache)
     assert got.past_key_values.get_seq_length() == length + 69
     assert torch.equal(got.sequences, wanted)
-    assert len(set(wanted[0, length:].tolist())) > 1
+    assert len(set(wanted[0, length:].tolist())) > 2
     alone = model.generate(x[:1, 3:], max_new_tokens=70, do_sample=False)
     assert torch.equal(alone[0], wanted[0, 3:])
 

@@ -408,6 +408,11 @@ def predict(
     from fastrpb.evaluate import predict as classes_of
 
     items = [x for x in (item, second) if x is not None]
+    if "-" in items:
+        config = load_config(run)
+        if config.model.image:
+            raise ValueError(f"{config.task} takes the path of an image; - reads texts only")
+        items = [sys.stdin.read() if x == "-" else x for x in items]
     for name, probability in classes_of(run, items)[:5]:
         print(f"{probability:7.2%}  {name}")
 

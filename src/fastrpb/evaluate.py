@@ -5,7 +5,6 @@ And what training shares with it: a run's model, data and device, random numbers
 
 import hashlib
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,17 +126,13 @@ def predict(folder: str | Path, items: Sequence[str]) -> list[tuple[str, float]]
 
     Args:
         folder: of a run, or the name of one that comes with the package: "mnist".
-        items: the path of an image, a text, or an expression; two documents for retrieval. "-"
-            reads a text from the standard input.
+        items: the path of an image, a text, or an expression; two documents for retrieval.
     """
     config, model = load_run(folder)
     facts = task_of(config)
     what = "the path of an image" if facts.image_shape else "two texts" if facts.pair else "a text"
     if len(items) != 1 + facts.pair:
         raise ValueError(f"{facts.name} takes {what}, got {len(items)} inputs")
-    if facts.image_shape and "-" in items:
-        raise ValueError(f"{facts.name} takes {what}; - reads texts only")
-    items = [sys.stdin.read() if item == "-" else item for item in items]
     if not all(item.strip() for item in items):
         raise ValueError(f"{facts.name} takes {what}, but an input is empty")
     with torch.no_grad(), own_random_numbers(torch.device("cpu")):

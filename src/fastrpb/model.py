@@ -46,7 +46,6 @@ Pooling = Literal["cls", "mean"]
 Norm = Literal["layer", "batch"]
 BiasInit = Literal["local", "normal", "zero"]
 
-TIED_STD = 0.02  # of first embeddings that give the logits of tokens too
 ON_LOGITS = ("rpe", "t5", "alibi")
 _ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _SIZES = (
@@ -346,10 +345,16 @@ class LanguageModel(nn.Module):
             raise ValueError("a language model needs causal=True")
         self.config = config
         self.encoder = Encoder(config)
-        nn.init.normal_(self.encoder.embedding.weight, std=TIED_STD)
+        shrink_tied(self.encoder)
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         return nn.functional.linear(self.encoder(tokens, mask), self.encoder.embedding.weight)
+
+
+@torch.no_grad()
+def shrink_tied(encoder: Encoder) -> None:
+    """First embeddings that give the logits of tokens too are small, whatever is added to them."""
+    encoder.embedding.weight *= 0.02 / encoder.config.embedding_std
 
 
 MODELS: dict[str, Callable[[ModelConfig], nn.Module]] = {

@@ -102,6 +102,7 @@ def test_train_evaluate_resume_and_config(run, tmp_path):
         (["train", "digits", "--tracker", "wandb"], "needs the package wandb"),
         (["evaluate", "nowhere"], "there is no folder nowhere"),
         (["predict", "nowhere", "x"], "there is no folder nowhere"),
+        (["predict", "mnist", "-"], "mnist takes the path of an image; - reads texts only"),
         (["compare", "digits", "--features", "sikv"], "features='sikv'; did you mean sikf?"),
         (["compare", "digits", "--position", "fastrbp"], "did you mean fastrpb"),
         (["compare", "digits", "--seeds", "0;1"], "--seeds takes whole numbers"),

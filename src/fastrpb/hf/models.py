@@ -30,7 +30,7 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from fastrpb.layers import Stream
-from fastrpb.model import TIED_STD, Encoder, ModelConfig, head
+from fastrpb.model import Encoder, ModelConfig, head, shrink_tied
 
 # Where Transformers has a name of its own.
 _NAMES = {
@@ -314,7 +314,7 @@ class _FastRPBForTokens(FastRPBPreTrainedModel):
         self.model = FastRPBModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-        nn.init.normal_(self.model.encoder.embedding.weight, std=TIED_STD)
+        shrink_tied(self.model.encoder)
 
     def _loss(
         self, logits: Tensor, labels: Tensor | None, num_items_in_batch: Tensor | None
