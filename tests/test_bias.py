@@ -15,6 +15,7 @@ BIASES_2D = [
     lambda **k: FastRPB2d(3, 4, 4, kind="full", **k),
     lambda **k: FastRPB2d(3, 5, 3, kind="full", **k),
 ]
+ALL = [*BIASES_2D, *(partial(FastRPB, 3, 20, **f) for f in FLAGS)]
 
 
 @pytest.mark.parametrize("flags", FLAGS)
@@ -36,7 +37,7 @@ def test_forward_2d_is_its_matrix(bias, prefix):
     assert_product(rpb(v), rpb.matrix(n), v, 4 * n)
 
 
-@pytest.mark.parametrize("bias", [*BIASES_2D, *(partial(FastRPB, 3, 20, **f) for f in FLAGS)])
+@pytest.mark.parametrize("bias", ALL)
 def test_a_threshold_takes_its_amount_off_every_weight(bias):
     torch.manual_seed(0)
     plain = bias(init=init.normal(1.0))
@@ -51,7 +52,7 @@ def test_a_threshold_takes_its_amount_off_every_weight(bias):
     torch.testing.assert_close(rpb.matrix(n), plain.matrix(n))
 
 
-@pytest.mark.parametrize("bias", [*BIASES_2D, *(partial(FastRPB, 3, 20, **f) for f in FLAGS)])
+@pytest.mark.parametrize("bias", ALL)
 def test_dropout_drops_weights_for_the_whole_batch_while_training(bias):
     rpb = bias(init=lambda w, *_: w.fill_(1.0), dropout=0.25)
     n = 20 if isinstance(rpb, FastRPB) else rpb.height * rpb.width
@@ -69,8 +70,54 @@ def test_dropout_drops_weights_for_the_whole_batch_while_training(bias):
     assert torch.equal(rpb(v), rpb(v))
 
 
-def test_a_stream_has_the_threshold_too():
-    rpb = FastRPB(3, 200, causal=True, init=init.normal(1.0), threshold=0.5)
+@pytest.mark.parametrize("bias", ALL)
+def test_an_envelope_multiplies_every_weight_by_its_decay(bias):
+    rpb, plain = bias(envelope=(0.5, 8.0)), bias()
+    distance = plain.w.new_empty(plain.w.shape)
+    plain.init = lambda w, d, _: distance.copy_(d.expand_as(w))
+    plain.reset_parameters()
+    scale = torch.tensor([0.5, 2.0, 8.0]).view(3, *[1] * (plain.w.dim() - 1))
+    with torch.no_grad():
+        rpb.w.normal_()
+        plain.w.copy_(rpb.w * torch.exp(-distance / scale))
+    n = 20 if isinstance(rpb, FastRPB) else rpb.height * rpb.width
+    v = torch.randn(2, 3, n, 4)
+    torch.testing.assert_close(rpb(v), plain(v))
+    torch.testing.assert_close(rpb.matrix(n), plain.matrix(n))
+
+
+@pytest.mark.parametrize("bias", ALL)
+def test_under_an_envelope_the_first_weights_that_count_are_those_of_the_init(bias):
+    torch.manual_seed(0)
+    plain = bias(init=init.local(1, 4))
+    torch.manual_seed(0)
+    rpb = bias(init=init.local(1, 4), envelope=(1, 4))
+    n = 20 if isinstance(rpb, FastRPB) else rpb.height * rpb.width
+    # Where the envelope is below 1e-3, the first weights are zero.
+    torch.testing.assert_close(rpb.matrix(n), plain.matrix(n), rtol=1e-5, atol=5e-3)
+    assert rpb.w.abs().max() < 10
+    assert rpb.w.std() > 2 * plain.w.std()
+
+
+def test_far_weights_learn_less_under_an_envelope():
+    rpb = FastRPB(1, 20, init=init.zero, envelope=(2, 2))
+    rpb(torch.ones(1, 1, 20, 1))[0, 0, 0, 0].backward()
+    expected = torch.exp(-torch.arange(20.0) / 2)
+    torch.testing.assert_close(rpb.w.grad[0, 19:], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_resized_under_an_envelope():
+    rpb = FastRPB(3, 20, envelope=(1, 8))
+    for length in (11, 20):
+        torch.testing.assert_close(rpb.resize(30).matrix(length), rpb.matrix(length))
+    with torch.no_grad():
+        image = FastRPB2d(3, 4, 6, kind="full", envelope=(1, 8))
+        torch.testing.assert_close(image.resize(6, 6).weights()[:, 2:-2], image.weights())
+
+
+@pytest.mark.parametrize("settings", [{"threshold": 0.5}, {"envelope": (8, 64)}])
+def test_a_stream_has_the_same_weights(settings):
+    rpb = FastRPB(3, 200, causal=True, init=init.normal(1.0), **settings)
     v = torch.randn(2, 3, 200, 4)
     state = rpb.init_state(v)
     steps = [rpb.step(v[:, :, t : t + 1], state)[0] for t in range(200)]
@@ -274,6 +321,7 @@ def test_repr_shows_the_settings():
     assert repr(FastRPB2d(8, 28, 30, kind="full", dropout=0.1, threshold=0.2)) == (
         "FastRPB2d(8, 28, 30, kind='full', dropout=0.1, threshold=0.2)"
     )
+    assert repr(FastRPB(8, 64, envelope=(1, 9))) == "FastRPB(8, max_length=64, envelope=(1, 9))"
 
 
 V = torch.randn(2, 3, 10, 4)
@@ -287,6 +335,8 @@ V = torch.randn(2, 3, 10, 4)
         (lambda: FastRPB(3, 10, prefix=-1), ValueError, "prefix=-1"),
         (lambda: FastRPB(3, 10, causal=True, symmetric=True), ValueError, "causal.*symmetric"),
         (lambda: FastRPB(3, 10, init=init.local(2, 1)), ValueError, "shortest.*2 and 1"),
+        (lambda: FastRPB(3, 10, envelope=(0, 1)), ValueError, "shortest.*0 and 1"),
+        (lambda: FastRPB(3, 10, envelope=4), TypeError, r"envelope must be \(shortest, longest\)"),
         (lambda: FastRPB(3, 10, init=init.local), TypeError, r"local\(\) takes"),
         (lambda: FastRPB(3, 10, prefix=3).matrix(2), ValueError, "length 2 .*prefix of 3"),
         (lambda: FastRPB(3.0, 10), TypeError, "num_heads.*3.0"),

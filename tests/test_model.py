@@ -145,6 +145,15 @@ def test_other_models_do_not_stream(changes):
         encoder(batch()[0], streams=[Stream() for _ in encoder.blocks])
 
 
+def test_pairs_that_interact():
+    model = PairClassifier(config(pairing="interact"))
+    (first, mask_a), (second, mask_b) = batch(), batch()
+    a, b = model.encoder.pool(first, mask_a), model.encoder.pool(second, mask_b)
+    expected = model.head(torch.cat([a, b, a * b, a - b], -1))
+    torch.testing.assert_close(model(first, second, mask_a, mask_b), expected)
+    assert model.head[0].in_features == 4 * 16
+
+
 def test_pair_classifier_shares_its_encoder():
     model = PairClassifier(config())
     (a, mask_a), (b, mask_b) = batch(), batch()
@@ -340,6 +349,7 @@ def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
         ({"position": "fastrpb2d", "image": None}, "needs image"),
         ({"position": "fastrpb2d", "image": 4}, "needs image.*got 4"),
         ({"bias_reach": 0.5}, "bias_reach=0.5"),
+        ({"pairing": "sum"}, "pairing='sum'; choose from concat, interact"),
         ({"position": "fastrpb2d", "image": (5, 5)}, "5×5 has 25 pixels, but max_length=24"),
         ({"position": "fastrpb2d", "causal": True, "pooling": "mean"}, "cannot be causal"),
         ({"layers": 0}, "layers=0"),

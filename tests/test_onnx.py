@@ -37,7 +37,7 @@ def batch(size, length):
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        (Classifier, {"norm": "batch", "bias_threshold": 0.05}),
+        (Classifier, {"norm": "batch", "bias_threshold": 0.05, "bias_envelope": True}),
         (Classifier, {"attention": "softmax", **IMAGE, "bias_kind": "full"}),
         (LanguageModel, LANGUAGE),
         (LanguageModel, {**LANGUAGE, "features": "elu1", "position": "rope"}),

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from fastrpb.checks import check_floating, check_mask, check_size, compute_dtype
-from fastrpb.init import Init, local
+from fastrpb.init import Init, check_scales, decay, local
 from fastrpb.toeplitz import toeplitz, toeplitz_2d, toeplitz_matmul, toeplitz_matmul_2d
 
 Kind = Literal["additive", "full"]
 
+_HELD = 1e-3  # under so little of the envelope the first weights are zero: no huge ones there
 _BLOCK = 64  # tokens of a stream that are summed directly: below, products cost more than they save
 
 
@@ -36,13 +37,25 @@ class _Bias(nn.Module, ABC):
 
     w: nn.Parameter
 
-    def __init__(self, num_heads: int, prefix: int, init: Init, dropout: float, threshold: float):
+    def __init__(
+        self,
+        num_heads: int,
+        prefix: int,
+        init: Init,
+        envelope: tuple[float, float] | None,
+        dropout: float,
+        threshold: float,
+    ):
         super().__init__()
         check_size("num_heads", num_heads)
         if prefix:
             check_size("prefix", prefix)
         if not callable(init):
             raise TypeError(f"init must be a function such as fastrpb.init.zero, got {init!r}")
+        if envelope is not None:
+            if not isinstance(envelope, tuple | list) or len(envelope) != 2:
+                raise TypeError(f"envelope must be (shortest, longest), got {envelope!r}")
+            check_scales(*envelope)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout={dropout} must be from 0 to below 1")
         if not 0 <= threshold < inf:
@@ -50,22 +63,42 @@ class _Bias(nn.Module, ABC):
         self.num_heads = num_heads
         self.prefix = prefix
         self.init = init
+        self.envelope = envelope
         self.dropout = dropout
         self.threshold = threshold
 
-    def _used(self, w: Tensor) -> Tensor:
-        """What counts of these weights: those over the threshold, by as much, but dropped ones."""
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw `w` anew, so that what counts of it is as `init` wants it."""
+        distance = self._reach()
+        self.init(self.w, distance, self._copies())
+        if self.envelope is not None:
+            held = decay(self.num_heads, distance, *self.envelope)
+            self.w.copy_(torch.where(held > _HELD, self.w / held, 0))
+
+    def _used(self, w: Tensor, *part: int) -> Tensor:
+        """What counts of these weights: under the envelope, past the threshold, not dropped.
+
+        `part` says which of the stored ones they are, the first and the one after the last.
+        """
+        if self.envelope is not None:
+            w = (w * decay(self.num_heads, self._reach(*part), *self.envelope)).to(w.dtype)
         if self.threshold:
             w = nn.functional.softshrink(w, self.threshold)
         return nn.functional.dropout(w, self.dropout) if self.dropout and self.training else w
 
     def _settings(self) -> str:
-        named = {name: getattr(self, name) for name in ("prefix", "dropout", "threshold")}
+        names = ("prefix", "envelope", "dropout", "threshold")
+        named = {name: getattr(self, name) for name in names}
         return "".join(f", {name}={value}" for name, value in named.items() if value)
 
     @abstractmethod
-    def reset_parameters(self) -> None:
-        """Draw `w` anew by `init`."""
+    def _reach(self, *part: int) -> Tensor:
+        """How far the stored weights reach, in tokens or pixels; or a part of them, 1D only."""
+
+    @abstractmethod
+    def _copies(self) -> int:
+        """How often a weight stands in a row of W."""
 
     @abstractmethod
     def _dense(self, length: int) -> Tensor:
@@ -143,6 +176,9 @@ class FastRPB(_Bias):
         symmetric: w_d = w_{-d}; stores N weights.
         prefix: tokens at the front (CLS) that neither get nor give bias nor shift the positions.
         init: fills `w` (see `fastrpb.init`). `zero` leaves a trained model as it is.
+        envelope: (shortest, longest) scales s_h of a decay, spread over the heads as by
+            `init.local`: w_d·exp(-|d|/s_h) counts. So a weight learns the slower, the farther it
+            reaches, and a sum of many far ones cannot become noise. None: w counts as it is.
         dropout: of weights, while training: each is zero in so many steps, for the whole batch.
         threshold: λ of a soft threshold, sign(w)·max(|w|-λ, 0): long filters learn to be sparse.
 
@@ -165,10 +201,11 @@ class FastRPB(_Bias):
         symmetric: bool = False,
         prefix: int = 0,
         init: Init = local(),  # noqa: B008  (a function, not state)
+        envelope: tuple[float, float] | None = None,
         dropout: float = 0.0,
         threshold: float = 0.0,
     ):
-        super().__init__(num_heads, prefix, init, dropout, threshold)
+        super().__init__(num_heads, prefix, init, envelope, dropout, threshold)
         check_size("max_length", max_length)
         if causal and symmetric:
             raise ValueError("a causal bias has no future to be symmetric with; choose one of both")
@@ -183,10 +220,18 @@ class FastRPB(_Bias):
         n = self.max_length
         return range(0 if self.symmetric else 1 - n, 1 if self.causal else n)
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        distance = torch.tensor(self._distances(), dtype=self.w.dtype, device=self.w.device).abs()
-        self.init(self.w, distance, 1)
+    def _reach(self, *part: int) -> Tensor:
+        start = self._distances().start
+        first, last = part or (0, self.w.shape[1])
+        dtype, device = compute_dtype(self.w), self.w.device
+        return torch.arange(start + first, start + last, dtype=dtype, device=device).abs()
+
+    def _copies(self) -> int:
+        return 1
+
+    def _part(self, first: int, last: int) -> Tensor:
+        """The stored weights `first` to before `last`, as they count."""
+        return self._used(self.w[:, first:last], first, last)
 
     def weights(self, length: int) -> Tensor:
         """w for `length` positions: (heads, 2·length-1), the distances -(length-1)..length-1.
@@ -197,11 +242,11 @@ class FastRPB(_Bias):
         if not 1 <= length <= n:
             raise ValueError(f"length {length} is not within 1..max_length={n}; see resize()")
         if self.causal:
-            return nn.functional.pad(self._used(self.w[:, n - length :]), (0, length - 1))
+            return nn.functional.pad(self._part(n - length, n), (0, length - 1))
         if self.symmetric:
-            half = self._used(self.w[:, :length])
+            half = self._part(0, length)
             return torch.cat([half[:, 1:].flip(-1), half], dim=-1)
-        return self._used(self.w[:, n - length : n + length - 1])
+        return self._part(n - length, n + length - 1)
 
     def _dense(self, length: int) -> Tensor:
         return toeplitz(self.weights(length))
@@ -295,7 +340,7 @@ class FastRPB(_Bias):
         t += 1
         first = (t - 1) // _BLOCK * _BLOCK
         with torch.autocast(v.device.type, enabled=False):  # it would round both factors
-            w = self._used(self.w[:, None, n - (t - first) :])
+            w = self._part(n - (t - first), n).unsqueeze(1)
             near = w.to(history.dtype) @ history[..., first:t, :]
         y = pending[..., t - 1 : t, :] + near
         self._share(state, t)
@@ -308,7 +353,7 @@ class FastRPB(_Bias):
         if block >= _BLOCK and outputs:
             first = self.max_length - block - outputs
             state.pending[..., t : t + outputs, :] += toeplitz_matmul(
-                self._used(self.w[:, first : self.max_length - 1]),
+                self._part(first, self.max_length - 1),
                 state.history[..., t - block : t, :],
                 out_length=outputs,
             )
@@ -333,6 +378,7 @@ class FastRPB(_Bias):
             symmetric=self.symmetric,
             prefix=self.prefix,
             init=self.init,
+            envelope=self.envelope,
             dropout=self.dropout,
             threshold=self.threshold,
         ).to(self.w)
@@ -386,6 +432,9 @@ class FastRPB2d(_Bias):
         kind: "additive" or "full".
         prefix: tokens at the front (CLS) that neither get nor give bias nor shift the pixels.
         init: fills `w` (see `fastrpb.init`).
+        envelope: (shortest, longest) scales s_h of a decay, spread over the heads as by
+            `init.local`: w_d·exp(-|d|/s_h) counts. So a weight learns the slower, the farther it
+            reaches, and a sum of many far ones cannot become noise. None: w counts as it is.
         dropout: of weights, while training: each is zero in so many steps, for the whole batch.
         threshold: λ of a soft threshold, sign(w)·max(|w|-λ, 0): long filters learn to be sparse.
 
@@ -406,10 +455,11 @@ class FastRPB2d(_Bias):
         kind: Kind = "additive",
         prefix: int = 0,
         init: Init = local(),  # noqa: B008  (a function, not state)
+        envelope: tuple[float, float] | None = None,
         dropout: float = 0.0,
         threshold: float = 0.0,
     ):
-        super().__init__(num_heads, prefix, init, dropout, threshold)
+        super().__init__(num_heads, prefix, init, envelope, dropout, threshold)
         check_size("height", height)
         check_size("width", width)
         if kind not in ("additive", "full"):
@@ -417,22 +467,23 @@ class FastRPB2d(_Bias):
         self.height = height
         self.width = width
         self.kind: Kind = kind
-        self.w = nn.Parameter(torch.empty(num_heads, *self._reach().shape))
+        self.w = nn.Parameter(torch.empty(num_heads, *self._shape()))
         self.reset_parameters()
 
-    def _reach(self) -> Tensor:
-        """How far apart the pixels of every stored weight are."""
-        if self.kind == "additive":
-            n = max(self.height, self.width)
-            return torch.arange(1.0 - n, n).abs()
-        dy = torch.arange(1.0 - self.height, self.height)
-        dx = torch.arange(1.0 - self.width, self.width)
-        return torch.hypot(dy[:, None], dx)
+    def _shape(self) -> tuple[int, ...]:
+        """Of the weights of a head."""
+        height, width = 2 * self.height - 1, 2 * self.width - 1
+        return (max(height, width),) if self.kind == "additive" else (height, width)
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        copies = self.height + self.width if self.kind == "additive" else 1
-        self.init(self.w, self._reach().to(self.w), copies)
+    def _reach(self, *part: int) -> Tensor:
+        dtype, device = compute_dtype(self.w), self.w.device
+        axes = [
+            torch.arange(size, dtype=dtype, device=device) - size // 2 for size in self._shape()
+        ]
+        return axes[0].abs() if self.kind == "additive" else torch.hypot(axes[0][:, None], axes[1])
+
+    def _copies(self) -> int:
+        return self.height + self.width if self.kind == "additive" else 1
 
     def weights(self) -> Tensor:
         """w as it counts: past the threshold and, while training, with some dropped.
@@ -469,6 +520,7 @@ class FastRPB2d(_Bias):
             kind=self.kind,
             prefix=self.prefix,
             init=self.init,
+            envelope=self.envelope,
             dropout=self.dropout,
             threshold=self.threshold,
         ).to(self.w)

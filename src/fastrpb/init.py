@@ -7,6 +7,7 @@ how often a weight stands in a row of W: once, but for the additive 2D bias.
 
 from collections.abc import Callable
 from functools import partial
+from math import inf
 
 import torch
 from torch import Tensor
@@ -41,10 +42,24 @@ def local(shortest: float = 1.0, longest: float = 16.0) -> Init:
     >>> FastRPB(4, 100, init=local(1, 16)).w.norm(dim=-1).allclose(torch.ones(4))
     True
     """
-    if not 0 < shortest <= longest:
-        raise ValueError(f"scales need 0 < shortest <= longest, got {shortest} and {longest}")
-
+    check_scales(shortest, longest)
     return partial(_local, shortest=shortest, longest=longest)
+
+
+def decay(heads: int, distance: Tensor, shortest: float, longest: float) -> Tensor:
+    """exp(-|d|/s_h), (heads, ...): the scales s_h evenly spread in the logarithm.
+
+    >>> decay(3, torch.tensor([0.0, 16.0]), 1, 16)[2]
+    tensor([1.0000, 0.3679])
+    """
+    spread = torch.linspace(0, 1, heads, dtype=distance.dtype, device=distance.device)
+    scale = shortest * (longest / shortest) ** spread
+    return torch.exp(-distance / scale.view(-1, *[1] * distance.dim()))
+
+
+def check_scales(shortest: float, longest: float) -> None:
+    if not 0 < shortest <= longest < inf:
+        raise ValueError(f"scales need 0 < shortest <= longest, got {shortest} and {longest}")
 
 
 def _normal(w: Tensor, distance: Tensor, copies: int, std: float) -> None:
@@ -52,8 +67,5 @@ def _normal(w: Tensor, distance: Tensor, copies: int, std: float) -> None:
 
 
 def _local(w: Tensor, distance: Tensor, copies: int, shortest: float, longest: float) -> None:
-    heads = torch.linspace(0, 1, w.shape[0], dtype=w.dtype, device=w.device)
-    scale = shortest * (longest / shortest) ** heads
-    decay = torch.exp(-distance / scale.view(-1, *[1] * distance.dim()))
-    w.normal_().mul_(decay)
+    w.normal_().mul_(decay(w.shape[0], distance, shortest, longest))
     w /= torch.linalg.vector_norm(w, dim=tuple(range(1, w.dim())), keepdim=True) * copies**0.5

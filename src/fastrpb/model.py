@@ -43,6 +43,7 @@ Position = Literal[
 ]
 Absolute = Literal["none", "learned", "sinusoidal"]
 Pooling = Literal["cls", "mean"]
+Pairing = Literal["concat", "interact"]
 Norm = Literal["layer", "batch"]
 BiasInit = Literal["local", "normal", "zero"]
 
@@ -78,12 +79,16 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
     position: Annotated[Position, "relative positions of every layer"] = "fastrpb"
     absolute: Annotated[Absolute, "positions added to the embedding"] = "learned"
     pooling: Annotated[Pooling, "what is classified: a CLS token, or the mean"] = "cls"
+    pairing: Annotated[
+        Pairing, "of two sequences: their vectors, or also product and difference"
+    ] = "concat"
     norm: Annotated[Norm, "before attention and MLP, over channels or over the batch"] = "layer"
     causal: Annotated[bool, "each token sees the earlier ones alone"] = False
     image: Annotated[tuple[int, int] | None, "height and width, for fastrpb2d"] = None
     bias_kind: Annotated[Kind, "of fastrpb2d"] = "additive"
     bias_init: Annotated[BiasInit, "first weights of the bias"] = "local"
     bias_reach: Annotated[float, "longest scale of the local init, in tokens"] = 16.0
+    bias_envelope: Annotated[bool, "of the bias: fade with distance as the local init"] = False
     bias_dropout: Annotated[float, "of the weights of the bias"] = 0.0
     bias_threshold: Annotated[float, "soft threshold of the weights of the bias"] = 0.0
     filters: Annotated[int | None, "of the bias: a divisor of the width; default: heads"] = None
@@ -105,6 +110,7 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
             ("position", Position),
             ("absolute", Absolute),
             ("pooling", Pooling),
+            ("pairing", Pairing),
             ("norm", Norm),
             ("bias_kind", Kind),
             ("bias_init", BiasInit),
@@ -112,7 +118,7 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
             check_choice(name, getattr(self, name), get_args(kind))
         for name in _SIZES:
             check_size(name, getattr(self, name))
-        for name in ("causal", "checkpoint"):
+        for name in ("causal", "checkpoint", "bias_envelope"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be true or false")
         for name in ("dropout", "attention_dropout", "bias_dropout"):
@@ -313,13 +319,18 @@ class Classifier(nn.Module):
 
 
 class PairClassifier(nn.Module):
-    """Two sequences → logits: one encoder for both, concatenated → mlp → mlp/2 → logits (AAN)."""
+    """Two sequences → logits: one encoder for both, concatenated → mlp → mlp/2 → logits (AAN).
+
+    With pairing="interact" the head sees (a, b, a·b, a-b) instead of (a, b): whether two vectors
+    are alike need not be learned from a concatenation.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
         self.encoder = Encoder(config)
-        self.head = head(2 * config.dim, config.mlp, config.mlp // 2, config.num_classes)
+        vectors = {"concat": 2, "interact": 4}[config.pairing]
+        self.head = head(vectors * config.dim, config.mlp, config.mlp // 2, config.num_classes)
 
     def forward(
         self,
@@ -332,8 +343,9 @@ class PairClassifier(nn.Module):
             raise ValueError(
                 f"{first.shape[0]} first and {second.shape[0]} second sequences make no pairs"
             )
-        pooled = self.encoder.pool(first, first_mask), self.encoder.pool(second, second_mask)
-        return self.head(torch.cat(pooled, dim=-1))
+        a, b = self.encoder.pool(first, first_mask), self.encoder.pool(second, second_mask)
+        pair = [a, b] if self.config.pairing == "concat" else [a, b, a * b, a - b]
+        return self.head(torch.cat(pair, dim=-1))
 
 
 class LanguageModel(nn.Module):
@@ -443,8 +455,9 @@ def _encoding(config: ModelConfig) -> nn.Module | None:
 def _bias(config: ModelConfig) -> FastRPB | FastRPB2d | None:
     if config.position not in ("fastrpb", "fastrpb2d"):
         return None
+    scales = 1.0, config.bias_reach
     fill = {
-        "local": init.local(1.0, config.bias_reach),
+        "local": init.local(*scales),
         "normal": init.normal(),
         "zero": init.zero,
     }[config.bias_init]
@@ -452,6 +465,7 @@ def _bias(config: ModelConfig) -> FastRPB | FastRPB2d | None:
     shared: dict[str, Any] = {
         "prefix": _prefix(config),
         "init": fill,
+        "envelope": scales if config.bias_envelope else None,
         "dropout": config.bias_dropout,
         "threshold": config.bias_threshold,
     }
