@@ -6,14 +6,15 @@ weights, white at zero), and lines differ in their marks too.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import cycle
+from itertools import cycle, pairwise
+from math import copysign, log2
 from typing import Any
 
 import matplotlib as mpl
 import torch
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
+from matplotlib.colors import AsinhNorm, Normalize
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
@@ -94,29 +95,38 @@ def slice_of(weights: Tensor, image: tuple[int, int], pixel: tuple[int, int]) ->
 
 
 def squeezed(w: Tensor, columns: int) -> Tensor:
-    """(heads, distances) at no more than so many columns: of each bin the weight of largest size.
+    """(heads, distances) in bins that are even in log(1 + |d|): of each the largest weight by size.
 
     Drawn at a smaller width than it has, a picture would drop most columns, and the few large
     weights near zero with them.
 
-    >>> squeezed(torch.tensor([[0.0, -3.0, 1.0, 2.0, 0.0]]), 2)
-    tensor([[-3.,  2.]])
+    >>> squeezed(torch.tensor([[5.0, 0.0, 1.0, -2.0, 3.0, 4.0, -6.0]]), 4)
+    tensor([[ 5., -2.,  3., -6.]])
     """
-    if w.shape[-1] <= columns:
-        return w
-    parts = w.tensor_split(columns, dim=-1)
+    reach = w.shape[-1] // 2
+    ends = torch.linspace(-1, 1, columns + 1, dtype=torch.float64) * log2(1 + reach)
+    ends = (ends.sign() * (2 ** ends.abs() - 1)).round().int().tolist()
+    parts = [w[:, first + reach : last + reach + 1] for first, last in pairwise(ends)]
     largest = [part.gather(-1, part.abs().argmax(-1, keepdim=True)) for part in parts]
     return torch.cat(largest, dim=-1)
 
 
 def weights_figure(layers: Sequence[Tensor], word: str = "head") -> Figure:
-    """Figure 1: w against the distance, a strip for each head (colour), a panel for each layer."""
+    """Figure 1: w against the distance, a strip for each head (colour), a panel for each layer.
+
+    Where there are more distances than columns to draw, by the logarithm of the distance.
+    """
     figure = Figure(figsize=(7, 0.6 + 1.1 * len(layers)), layout="constrained")
     axes = figure.subplots(len(layers), squeeze=False)[:, 0]
     for number, (ax, w) in enumerate(zip(axes, layers, strict=True), 1):
-        reach = w.shape[-1] // 2
-        box = (-reach - 0.5, reach + 0.5, len(w) - 0.5, -0.5)
-        _heat(figure, ax, squeezed(w, _STRIP), extent=box, aspect="auto", interpolation="nearest")
+        reach, end = w.shape[-1] // 2, w.shape[-1] / 2
+        if w.shape[-1] > _STRIP:
+            w, end = squeezed(w, _STRIP), log2(1 + reach)  # noqa: PLW2901
+            ticks = [4**i for i in range(1, int(log2(reach) / 2) + 1)]
+            distances = [*(-d for d in reversed(ticks)), 0, *ticks]
+            ax.set_xticks([copysign(log2(1 + abs(d)), d) for d in distances], distances)
+        box = (-end, end, len(w) - 0.5, -0.5)
+        _heat(figure, ax, w, extent=box, aspect="auto", interpolation="nearest")
         ax.set_ylabel(f"layer {number}\n{word}")
         ax.set_yticks(_ends(len(w)))
     axes[-1].set_xlabel("distance m - n from the reading token to the read one, in tokens")
@@ -217,8 +227,10 @@ def _heat(figure: Figure, ax: Axes, w: Tensor, **options: Any) -> None:
     # A few large weights near zero must not make the others invisible.
     limit = float(w.abs().flatten().quantile(0.995)) if w.numel() < 2**24 else float(w.abs().max())
     limit = limit or 1.0
-    shown = ax.imshow(w.numpy(), cmap=WEIGHTS_MAP, vmin=-limit, vmax=limit, **options)
-    figure.colorbar(shown, ax=ax, label="w", extend="both", pad=0.01)
+    norm = AsinhNorm(limit / 50, -limit, limit)  # small ones are many: their pattern counts too
+    shown = ax.imshow(w.numpy(), cmap=WEIGHTS_MAP, norm=norm, **options)
+    ticks = {"ticks": [-limit, 0, limit], "format": "{x:.2g}"}
+    figure.colorbar(shown, ax=ax, label="w", extend="both", pad=0.01, **ticks)
 
 
 def _ends(count: int) -> list[int]:

@@ -1,4 +1,5 @@
 import json
+import math
 import re
 import shutil
 
@@ -197,12 +198,20 @@ def test_weights_that_are_no_numbers_are_left_out(tmp_path):
     assert '"runs": []' in content
 
 
-def test_no_large_weight_is_lost_in_a_long_strip():
+@pytest.mark.parametrize("distance", [-4000, -64, -3, 0, 1, 100, 4095])
+def test_a_long_strip_shows_a_weight_at_its_distance(distance):
     w = torch.zeros(2, 8191)
-    w[:, 4092] = 1.0
+    w[:, 4095 + distance] = 1.0
     (ax,) = [ax for ax in weights_figure([w]).axes if ax.images]
-    assert ax.images[0].get_array().max() == 1.0
-    assert ax.images[0].get_array().shape[1] < 1000
+    (image,) = ax.images
+    strip, (left, right, *_) = torch.as_tensor(image.get_array())[0], image.get_extent()
+    assert len(strip) < 1000
+    place = left + (strip.nonzero().float().mean().item() + 0.5) / len(strip) * (right - left)
+    assert place == pytest.approx(math.copysign(math.log2(1 + abs(distance)), distance), abs=0.06)
+    ticks = zip(ax.get_xticks(), ax.get_xticklabels(), strict=True)
+    labels = {text.get_text(): x for x, text in ticks}
+    assert {"-1024", "-4", "0", "64"} <= labels.keys()
+    assert labels.get(str(distance), place) == pytest.approx(place, abs=0.06)
 
 
 def test_two_set_ups_of_a_task_are_two_tables(runs, tmp_path):
