@@ -84,6 +84,7 @@ class RunConfig:
     accumulate: Annotated[int, "parts in which a batch passes, to save memory"] = 1
     precision: Annotated[Precision, "of the products"] = "fp32"
     compile: Annotated[bool, "by torch.compile"] = False
+    fixed_length: Annotated[bool, "pad batches to max_length: one shape, to compile best"] = False
 
     def __post_init__(self):
         for name, kind in (
@@ -131,8 +132,9 @@ class RunConfig:
                 raise ValueError(f"{name}={value} must be from 0 to below {below}")
             if name in ("clip", "eps") and not value:
                 raise ValueError(f"{name}=0 leaves nothing of the gradients; give more")
-        if not isinstance(self.compile, bool):
-            raise ValueError(f"compile={self.compile!r} must be true or false")
+        for name in ("compile", "fixed_length"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
 
     def _check_task(self) -> None:
         facts = task(self.task)

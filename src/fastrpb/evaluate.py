@@ -68,10 +68,12 @@ def evaluate(
     return Metrics(loss.item() / len(split), *_scores(confusion.cpu()))
 
 
-def classify(model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Logits (batch, classes) and labels on the device."""
+def classify(
+    model: nn.Module, batch: Batch, device: torch.device, masked: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Logits (batch, classes) and labels on the device; `masked` gives the mask in any case."""
     parts = [batch.tokens, batch.labels]
-    if not batch.mask.all():  # without a mask attention is faster
+    if masked or not batch.mask.all():  # without a mask attention is faster
         parts.append(batch.mask)
     if device.type == "cuda":  # pinned, so that the copy need not wait for the kernels before it
         parts = [x.pin_memory() for x in parts]

@@ -234,6 +234,7 @@ class _Trainer:
             pad_id=self.data.task.pad_id,
             seed=config.seed,
             drop_last=True,
+            length=config.model.max_length if config.fixed_length else None,
             rank=self.accelerator.process_index,
             world_size=processes,
         )
@@ -252,7 +253,9 @@ class _Trainer:
             # The processes share their gradients once, after the last part.
             last = part is parts[-1]
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                logits, labels = classify(self.model, part, self.accelerator.device)
+                logits, labels = classify(
+                    self.model, part, self.accelerator.device, masked=config.fixed_length
+                )
                 loss = cross_entropy(logits, labels, reduction="sum") / len(batch.labels)
                 self.accelerator.backward(loss)
             correct = (logits.argmax(-1) == labels).sum() / len(batch.labels)
@@ -506,10 +509,11 @@ def _caught_signals() -> Iterator[list[int]]:
 def _compile(model: Any, config: RunConfig) -> None:
     """Images have one shape: the launches of a pass are recorded once, and a GPU replays them.
 
-    Not where gradients add up over several passes: a replay would write over those before it.
-    Other lengths vary: one block is compiled for all of them, and serves every layer.
+    So have batches of a fixed length. Not where gradients add up over several passes: a replay
+    would write over those before it. Other lengths vary: one block is compiled for all of them,
+    and serves every layer.
     """
-    if config.model.image:
+    if config.model.image or config.fixed_length:
         model.compile(mode="reduce-overhead" if config.accumulate == 1 else "default")
         return
     for block in model.encoder.blocks:

@@ -41,6 +41,15 @@ def test_a_batch_is_the_examples_padded_to_the_longest():
     assert (batch.tokens.dtype, batch.mask.dtype) == (torch.uint8, torch.bool)
 
 
+def test_batches_of_one_length():
+    split = texts([3, 1, 2])
+    (batch,) = Batches(split, 3, pad_id=PAD, shuffle=False, length=5)
+    assert batch.tokens.tolist()[2] == [0, 0, 0, PAD, PAD]
+    assert batch.mask.sum(1).tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="length=2 is too short: the longest example has 3"):
+        Batches(split, 3, pad_id=PAD, length=2)
+
+
 def test_pairs_are_padded_alike():
     sequences = Sequences.pack([b"a", b"bb", b"cccc"])
     split = Split(sequences, torch.tensor([[0, 1], [2, 0]]), torch.tensor([0, 1]))

@@ -384,17 +384,20 @@ def test_compiled_it_learns_the_same(small, tmp_path):
 
 
 def test_what_is_compiled(monkeypatch):
-    """Images as a whole, to be replayed; else blocks, which all lengths share."""
+    """Batches of one shape as a whole, to be replayed; else blocks, which all lengths share."""
     calls = []
     compiled = lambda module, **options: calls.append((type(module).__name__, options))  # noqa: E731
     monkeypatch.setattr(torch.nn.Module, "compile", compiled)
-    for task, parts in (("mnist", 1), ("mnist", 2), ("retrieval", 2)):
-        small = {"layers": 2, "dim": 8, "heads": 1, "accumulate": parts}
+    for task, parts, fixed in (
+        *(("mnist", 1, False), ("mnist", 2, False)),
+        *(("text", 1, True), ("text", 2, True), ("retrieval", 2, False)),
+    ):
+        small = {"layers": 2, "dim": 8, "heads": 1, "accumulate": parts, "fixed_length": fixed}
         config = override(preset(task), small)
         _compile(build(config), config)
     # Replayed, the second part of a batch would write over the gradients of the first.
-    images = [("Classifier", {"mode": mode}) for mode in ("reduce-overhead", "default")]
-    assert calls == [*images, *[("Block", {"dynamic": True})] * 2]
+    whole = [("Classifier", {"mode": mode}) for mode in ("reduce-overhead", "default")]
+    assert calls == [*whole, *whole, *[("Block", {"dynamic": True})] * 2]
 
 
 def test_without_a_compiler(small, tmp_path, monkeypatch):
@@ -540,6 +543,19 @@ def test_pairs_of_documents(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTRPB_CACHE", str(tmp_path / "cache"))
     write_papers(tmp_path / "aan")
     values = {"steps": 2, "layers": 1, "dim": 16, "mlp_dim": 16, "batch_size": 2, "max_length": 50}
-    config = override(preset("retrieval"), values)
+    config = override(preset("retrieval"), {**values, "dropout": 0.0})
     train(config, tmp_path / "run", data_dir=tmp_path / "aan", cpu=True)
     assert len(predict(tmp_path / "run", ["one paper", "another"])) == 2
+
+    # Padded to a fixed length it learns the same.
+    shapes = []
+
+    def noted(model, batch, device, masked=False):
+        shapes.append((batch.tokens.shape[-1], masked))
+        return classify(model, batch, device, masked)
+
+    monkeypatch.setattr("fastrpb.train.classify", noted)
+    config = override(config, {"fixed_length": True})
+    train(config, tmp_path / "fixed", data_dir=tmp_path / "aan", cpu=True)
+    assert shapes == [(50, True)] * 2
+    torch.testing.assert_close(weights(tmp_path / "fixed"), weights(tmp_path / "run"))

@@ -10,7 +10,7 @@ from fastrpb.data.dataset import DataError, Split
 
 
 class Batch(NamedTuple):
-    """Some examples, padded to the longest of the global batch; L below is its length.
+    """Some examples, padded to the longest of the global batch or further; L is their length.
 
     Attributes:
         tokens: (B, L) uint8, or (B, 2, L) for pairs; `tokens.long()` on the device embeds.
@@ -40,6 +40,7 @@ class Batches:
         shuffle: False keeps the order of the split but for the sorting within a pool.
         drop_last: leave out the examples that do not fill a batch: others in every epoch.
         pool: how many batches are sorted together; 1 turns the sorting off.
+        length: of every batch, at least that of the longest example; None: each has its own.
         rank, world_size: of this process. All have the same number of batches, of the same length
             L; without `drop_last` the last can be empty for some.
 
@@ -61,6 +62,7 @@ class Batches:
         shuffle: bool = True,
         drop_last: bool = False,
         pool: int = 64,
+        length: int | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -88,6 +90,9 @@ class Batches:
         self.rank, self.world_size = rank, world_size
         self.epoch = self.batch = 0
         self._longest = split.lengths.amax(1)
+        if length is not None and length < (longest := int(self._longest.max())):
+            raise ValueError(f"length={length} is too short: the longest example has {longest}")
+        self.length = length
 
     def __len__(self) -> int:
         """The batches of an epoch."""
@@ -148,7 +153,7 @@ class Batches:
         return batches
 
     def _collate(self, rows: Tensor) -> Batch:
-        length = int(self._longest[rows].max())
+        length = self.length or int(self._longest[rows].max())
         rows = rows[self.rank :: self.world_size]
         index = self.split.index[rows]
         if index.shape[1] == 1:
