@@ -99,3 +99,18 @@ def test_the_tables_of_the_page_are_those_of_the_records():
         row = [f"{x:g}" for x in numbers]
         row += [percent(x["accuracy"]) for x in (validation, test)]
         assert f"| {' | '.join(row)} |" in PAGE
+
+
+@pytest.mark.parametrize("task", ["text", "retrieval", "listops"])
+def test_the_runs_on_the_way_are_those_of_the_records(task):
+    for record in records(f"{task}-levers.jsonl"):
+        config = from_json(json.dumps(record["config"]), "the record")
+        model = config.model
+        row = (
+            *(task, f"{model.layers} × {model.dim}", model.max_length, model.norm),
+            *("yes" if model.bias_envelope else "no", f"{model.bias_reach:g}"),
+            *(f"{config.bias_rate:g}", f"{config.learning_rate:g}", record["steps"]),
+            *(percent(split["accuracy"]) for split in record["metrics"].values()),
+            f"{record['seconds']:.0f}",
+        )
+        assert f"| {' | '.join(map(str, row))} |" in PAGE
