@@ -12,7 +12,7 @@ torch.Size([2, 4, 300, 16])
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -87,10 +87,11 @@ class _Bias(nn.Module, ABC):
             w = nn.functional.softshrink(w, self.threshold)
         return nn.functional.dropout(w, self.dropout) if self.dropout and self.training else w
 
-    def _settings(self) -> str:
-        names = ("prefix", "envelope", "dropout", "threshold")
-        named = {name: getattr(self, name) for name in names}
-        return "".join(f", {name}={value}" for name, value in named.items() if value)
+    def _settings(self) -> dict[str, Any]:
+        return {x: getattr(self, x) for x in ("prefix", "envelope", "dropout", "threshold")}
+
+    def _shown_settings(self) -> str:
+        return "".join(f", {name}={value}" for name, value in self._settings().items() if value)
 
     @abstractmethod
     def _reach(self, *part: int) -> Tensor:
@@ -376,11 +377,8 @@ class FastRPB(_Bias):
             max_length,
             causal=self.causal,
             symmetric=self.symmetric,
-            prefix=self.prefix,
             init=self.init,
-            envelope=self.envelope,
-            dropout=self.dropout,
-            threshold=self.threshold,
+            **self._settings(),
         ).to(self.w)
         here, there = self._distances(), new._distances()
         first = max(here.start, there.start)
@@ -402,7 +400,7 @@ class FastRPB(_Bias):
 
     def extra_repr(self) -> str:
         flags = "".join(f", {f}=True" for f in ("causal", "symmetric") if getattr(self, f))
-        return f"{self.num_heads}, max_length={self.max_length}{flags}{self._settings()}"
+        return f"{self.num_heads}, max_length={self.max_length}{flags}{self._shown_settings()}"
 
 
 @dataclass
@@ -518,11 +516,8 @@ class FastRPB2d(_Bias):
             height,
             width,
             kind=self.kind,
-            prefix=self.prefix,
             init=self.init,
-            envelope=self.envelope,
-            dropout=self.dropout,
-            threshold=self.threshold,
+            **self._settings(),
         ).to(self.w)
         new.w.zero_()
         old_part, new_part = self.w.detach(), new.w.detach()
@@ -542,4 +537,4 @@ class FastRPB2d(_Bias):
 
     def extra_repr(self) -> str:
         size = f"{self.num_heads}, {self.height}, {self.width}"
-        return f"{size}, kind={self.kind!r}{self._settings()}"
+        return f"{size}, kind={self.kind!r}{self._shown_settings()}"
