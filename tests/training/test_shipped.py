@@ -109,7 +109,8 @@ def test_the_runs_on_the_way_are_those_of_the_records(task):
         row = (
             *(task, f"{model.layers} × {model.dim}", model.max_length, model.norm),
             *("yes" if model.bias_envelope else "no", f"{model.bias_reach:g}"),
-            *(f"{config.bias_rate:g}", f"{config.learning_rate:g}", record["steps"]),
+            *(f"{config.bias_rate:g}", f"{config.learning_rate:g}"),
+            *(config.batch_size, record["steps"]),
             *(percent(split["accuracy"]) for split in record["metrics"].values()),
             f"{record['seconds']:.0f}",
         )
