@@ -1,4 +1,5 @@
 import copy
+import math
 import pickle
 from functools import partial
 
@@ -16,6 +17,21 @@ BIASES_2D = [
     lambda **k: FastRPB2d(3, 5, 3, kind="full", **k),
 ]
 ALL = [*BIASES_2D, *(partial(FastRPB, 3, 20, **f) for f in FLAGS)]
+
+
+def distances(bias):
+    """How far its weights reach, by definition."""
+    if isinstance(bias, FastRPB):
+        first = 0 if bias.symmetric else 1 - bias.max_length
+        return torch.arange(first, first + bias.w.shape[1]).abs()
+    dy, dx = (torch.arange(1 - size, size) for size in (bias.height, bias.width))
+    if bias.kind == "additive":
+        return max(dy, dx, key=len).abs()
+    return (dy.unsqueeze(1) ** 2 + dx**2).sqrt()
+
+
+def tokens(bias):
+    return bias.max_length if isinstance(bias, FastRPB) else bias.height * bias.width
 
 
 @pytest.mark.parametrize("flags", FLAGS)
@@ -46,7 +62,7 @@ def test_a_threshold_takes_its_amount_off_every_weight(bias):
     assert torch.equal(plain.w, rpb.w)
     with torch.no_grad():
         plain.w.copy_(plain.w.sign() * (plain.w.abs() - 0.3).clamp(min=0))
-    n = 20 if isinstance(rpb, FastRPB) else rpb.height * rpb.width
+    n = tokens(rpb)
     v = torch.randn(2, 3, n, 4)
     torch.testing.assert_close(rpb(v), plain(v))
     torch.testing.assert_close(rpb.matrix(n), plain.matrix(n))
@@ -55,7 +71,7 @@ def test_a_threshold_takes_its_amount_off_every_weight(bias):
 @pytest.mark.parametrize("bias", ALL)
 def test_dropout_drops_weights_for_the_whole_batch_while_training(bias):
     rpb = bias(init=lambda w, *_: w.fill_(1.0), dropout=0.25)
-    n = 20 if isinstance(rpb, FastRPB) else rpb.height * rpb.width
+    n = tokens(rpb)
     v = torch.randn(1, 3, n, 4).expand(2, -1, -1, -1)
     torch.manual_seed(0)
     dropped = rpb(v)
@@ -73,30 +89,30 @@ def test_dropout_drops_weights_for_the_whole_batch_while_training(bias):
 @pytest.mark.parametrize("bias", ALL)
 def test_an_envelope_multiplies_every_weight_by_its_decay(bias):
     rpb, plain = bias(envelope=(0.5, 8.0)), bias()
-    distance = plain.w.new_empty(plain.w.shape)
-    plain.init = lambda w, d, _: distance.copy_(d.expand_as(w))
-    plain.reset_parameters()
     scale = torch.tensor([0.5, 2.0, 8.0]).view(3, *[1] * (plain.w.dim() - 1))
     with torch.no_grad():
         rpb.w.normal_()
-        plain.w.copy_(rpb.w * torch.exp(-distance / scale))
-    n = 20 if isinstance(rpb, FastRPB) else rpb.height * rpb.width
+        plain.w.copy_(rpb.w * torch.exp(-distances(plain) / scale))
+    n = tokens(rpb)
     v = torch.randn(2, 3, n, 4)
     torch.testing.assert_close(rpb(v), plain(v))
     torch.testing.assert_close(rpb.matrix(n), plain.matrix(n))
+    assert rpb.bfloat16().matrix(n).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("fill", [init.local(1, 4), init.normal(1.0), init.zero])
 @pytest.mark.parametrize("bias", ALL)
-def test_under_an_envelope_the_first_weights_that_count_are_those_of_the_init(bias):
+def test_the_first_weights_under_an_envelope_are_those_of_the_init_but_for_far_ones(bias, fill):
     torch.manual_seed(0)
-    plain = bias(init=init.local(1, 4))
+    plain = bias(init=fill)
     torch.manual_seed(0)
-    rpb = bias(init=init.local(1, 4), envelope=(1, 4))
-    n = 20 if isinstance(rpb, FastRPB) else rpb.height * rpb.width
-    # Where the envelope is below 1e-3, the first weights are zero.
-    torch.testing.assert_close(rpb.matrix(n), plain.matrix(n), rtol=1e-5, atol=5e-3)
-    assert rpb.w.abs().max() < 10
-    assert rpb.w.std() > 2 * plain.w.std()
+    rpb = bias(init=fill, envelope=(1, 4))
+    scale = torch.tensor([1.0, 2.0, 4.0]).view(3, *[1] * (plain.w.dim() - 1))
+    envelope = torch.exp(-distances(plain) / scale)
+    with torch.no_grad():
+        plain.w *= torch.where(envelope < 0.1, envelope / 0.1, 1)
+    torch.testing.assert_close(rpb.matrix(tokens(rpb)), plain.matrix(tokens(rpb)))
+    assert rpb.w.abs().max() <= 50  # so large that a rate can still move it
 
 
 def test_far_weights_learn_less_under_an_envelope():
@@ -336,7 +352,9 @@ V = torch.randn(2, 3, 10, 4)
         (lambda: FastRPB(3, 10, causal=True, symmetric=True), ValueError, "causal.*symmetric"),
         (lambda: FastRPB(3, 10, init=init.local(2, 1)), ValueError, "shortest.*2 and 1"),
         (lambda: FastRPB(3, 10, envelope=(0, 1)), ValueError, "shortest.*0 and 1"),
-        (lambda: FastRPB(3, 10, envelope=4), TypeError, r"envelope must be \(shortest, longest\)"),
+        (lambda: FastRPB(3, 10, envelope=(1, math.inf)), ValueError, "longest <= 1e9.*1 and inf"),
+        (lambda: FastRPB(3, 10, envelope=4), TypeError, "envelope must be two numbers.*got 4"),
+        (lambda: FastRPB(3, 10, envelope=("a", 1)), TypeError, r"two numbers.*\('a', 1\)"),
         (lambda: FastRPB(3, 10, init=init.local), TypeError, r"local\(\) takes"),
         (lambda: FastRPB(3, 10, prefix=3).matrix(2), ValueError, "length 2 .*prefix of 3"),
         (lambda: FastRPB(3.0, 10), TypeError, "num_heads.*3.0"),

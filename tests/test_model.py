@@ -145,6 +145,47 @@ def test_other_models_do_not_stream(changes):
         encoder(batch()[0], streams=[Stream() for _ in encoder.blocks])
 
 
+@pytest.mark.parametrize("position", ["fastrpb", "fastrpb2d"])
+def test_settings_of_the_bias(position):
+    settings = {"position": position, "bias_reach": 8.0, "bias_threshold": 0.1, "bias_dropout": 0.2}
+    for envelope in (False, True):
+        encoder = Classifier(config(**settings, bias_envelope=envelope)).encoder
+        for block in encoder.blocks:
+            rpb = block.attention.bias
+            assert rpb.envelope == ((1.0, 8.0) if envelope else None)
+            assert (rpb.threshold, rpb.dropout, rpb.prefix) == (0.1, 0.2, 1)
+
+
+def test_a_head_that_norms_what_is_pooled():
+    torch.manual_seed(0)
+    model = Classifier(config(head_norm=True))
+    tokens, mask = batch()
+    seen = []
+    model.head[1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    model(tokens, mask)
+    torch.testing.assert_close(seen[0].mean(0), torch.zeros(16), rtol=0, atol=1e-5)
+    pooled = model.encoder.pool(tokens, mask)
+    expected = (pooled - pooled.mean(0)) / (pooled.var(0, correction=0) + 1e-5).sqrt()
+    torch.testing.assert_close(seen[0], expected, rtol=1e-4, atol=1e-4)
+    pairs = PairClassifier(config(head_norm=True, pairing="interact"))
+    assert pairs.head[0].num_features == 64
+
+
+def test_smooth_embeddings_of_near_ids_are_alike():
+    sizes = {"vocab_size": 256, "dim": 512, "heads": 1, "filters": None}
+    plain = config(**sizes, absolute="none", embedding_init="smooth")
+    weight = Classifier(plain).encoder.embedding.weight.detach()
+    assert weight.std().item() == pytest.approx(1, abs=0.05)
+    alike = torch.nn.functional.cosine_similarity(weight[:1], weight)
+    assert alike[1] > 0.99
+    assert alike[64:].abs().max() < 0.5
+    assert alike.diff()[:32].max() < 0  # the farther, the less alike
+    learned = config(**sizes, absolute="learned", embedding_init="smooth")
+    assert Classifier(learned).encoder.embedding.weight.std().item() == pytest.approx(
+        0.02, rel=0.05
+    )
+
+
 def test_pairs_that_interact():
     model = PairClassifier(config(pairing="interact"))
     (first, mask_a), (second, mask_b) = batch(), batch()
@@ -350,6 +391,7 @@ def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
         ({"position": "fastrpb2d", "image": 4}, "needs image.*got 4"),
         ({"bias_reach": 0.5}, "bias_reach=0.5"),
         ({"pairing": "sum"}, "pairing='sum'; choose from concat, interact"),
+        ({"embedding_init": "rff"}, "embedding_init='rff'; choose from normal, smooth"),
         ({"position": "fastrpb2d", "image": (5, 5)}, "5×5 has 25 pixels, but max_length=24"),
         ({"position": "fastrpb2d", "causal": True, "pooling": "mean"}, "cannot be causal"),
         ({"layers": 0}, "layers=0"),

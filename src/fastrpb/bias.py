@@ -17,13 +17,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fastrpb.checks import check_floating, check_mask, check_size, compute_dtype
-from fastrpb.init import Init, check_scales, decay, local
+from fastrpb.checks import check_floating, check_mask, check_scales, check_size, compute_dtype
+from fastrpb.init import Init, decay, local
 from fastrpb.toeplitz import toeplitz, toeplitz_2d, toeplitz_matmul, toeplitz_matmul_2d
 
 Kind = Literal["additive", "full"]
 
-_HELD = 1e-3  # under so little of the envelope the first weights are zero: no huge ones there
+_HELD = 0.1  # where the envelope is less, first weights count for less than the init says
 _BLOCK = 64  # tokens of a stream that are summed directly: below, products cost more than they save
 
 
@@ -53,9 +53,7 @@ class _Bias(nn.Module, ABC):
         if not callable(init):
             raise TypeError(f"init must be a function such as fastrpb.init.zero, got {init!r}")
         if envelope is not None:
-            if not isinstance(envelope, tuple | list) or len(envelope) != 2:
-                raise TypeError(f"envelope must be (shortest, longest), got {envelope!r}")
-            check_scales(*envelope)
+            check_scales("the scales of envelope", envelope)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout={dropout} must be from 0 to below 1")
         if not 0 <= threshold < inf:
@@ -69,20 +67,22 @@ class _Bias(nn.Module, ABC):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw `w` anew, so that what counts of it is as `init` wants it."""
-        distance = self._reach()
+        """Draw `w` anew: what counts of it is as `init` wants it, but for far weights.
+
+        Those would have to be huge under an envelope, and no rate could move them.
+        """
+        distance = self._distance()
         self.init(self.w, distance, self._copies())
         if self.envelope is not None:
-            held = decay(self.num_heads, distance, *self.envelope)
-            self.w.copy_(torch.where(held > _HELD, self.w / held, 0))
+            self.w /= decay(self.num_heads, distance, *self.envelope).clamp(min=_HELD)
 
-    def _used(self, w: Tensor, *part: int) -> Tensor:
+    def _used(self, w: Tensor, distance: Tensor | None) -> Tensor:
         """What counts of these weights: under the envelope, past the threshold, not dropped.
 
-        `part` says which of the stored ones they are, the first and the one after the last.
+        `distance` is how far they reach; it is needed for an envelope alone.
         """
-        if self.envelope is not None:
-            w = (w * decay(self.num_heads, self._reach(*part), *self.envelope)).to(w.dtype)
+        if self.envelope is not None and distance is not None:
+            w = (w * decay(self.num_heads, distance, *self.envelope)).to(w.dtype)
         if self.threshold:
             w = nn.functional.softshrink(w, self.threshold)
         return nn.functional.dropout(w, self.dropout) if self.dropout and self.training else w
@@ -94,12 +94,12 @@ class _Bias(nn.Module, ABC):
         return "".join(f", {name}={value}" for name, value in self._settings().items() if value)
 
     @abstractmethod
-    def _reach(self, *part: int) -> Tensor:
-        """How far the stored weights reach, in tokens or pixels; or a part of them, 1D only."""
+    def _distance(self) -> Tensor:
+        """How far every stored weight reaches, in tokens or pixels."""
 
-    @abstractmethod
     def _copies(self) -> int:
         """How often a weight stands in a row of W."""
+        return 1
 
     @abstractmethod
     def _dense(self, length: int) -> Tensor:
@@ -178,8 +178,9 @@ class FastRPB(_Bias):
         prefix: tokens at the front (CLS) that neither get nor give bias nor shift the positions.
         init: fills `w` (see `fastrpb.init`). `zero` leaves a trained model as it is.
         envelope: (shortest, longest) scales s_h of a decay, spread over the heads as by
-            `init.local`: w_d·exp(-|d|/s_h) counts. So a weight learns the slower, the farther it
-            reaches, and a sum of many far ones cannot become noise. None: w counts as it is.
+            `init.local`: w_d·exp(-|d|/s_h) counts. So what counts of a weight learns the slower,
+            the farther it reaches, and a sum of many far ones cannot become noise. One pass over
+            the weights for every forward. None: w counts as it is.
         dropout: of weights, while training: each is zero in so many steps, for the whole batch.
         threshold: λ of a soft threshold, sign(w)·max(|w|-λ, 0): long filters learn to be sparse.
 
@@ -221,23 +222,23 @@ class FastRPB(_Bias):
         n = self.max_length
         return range(0 if self.symmetric else 1 - n, 1 if self.causal else n)
 
-    def _reach(self, *part: int) -> Tensor:
-        start = self._distances().start
-        first, last = part or (0, self.w.shape[1])
-        dtype, device = compute_dtype(self.w), self.w.device
-        return torch.arange(start + first, start + last, dtype=dtype, device=device).abs()
+    def _distance(self) -> Tensor:
+        return self._distance_of(0, self.w.shape[1])
 
-    def _copies(self) -> int:
-        return 1
+    def _distance_of(self, first: int, last: int) -> Tensor:
+        start, dtype = self._distances().start, compute_dtype(self.w)
+        return torch.arange(start + first, start + last, dtype=dtype, device=self.w.device).abs()
 
     def _part(self, first: int, last: int) -> Tensor:
         """The stored weights `first` to before `last`, as they count."""
-        return self._used(self.w[:, first:last], first, last)
+        distance = None if self.envelope is None else self._distance_of(first, last)
+        return self._used(self.w[:, first:last], distance)
 
     def weights(self, length: int) -> Tensor:
         """w for `length` positions: (heads, 2·length-1), the distances -(length-1)..length-1.
 
-        As they count: past the threshold and, while training, with some dropped.
+        As they count: under the envelope, past the threshold and, while training, with some
+        dropped.
         """
         n = self.max_length
         if not 1 <= length <= n:
@@ -431,8 +432,9 @@ class FastRPB2d(_Bias):
         prefix: tokens at the front (CLS) that neither get nor give bias nor shift the pixels.
         init: fills `w` (see `fastrpb.init`).
         envelope: (shortest, longest) scales s_h of a decay, spread over the heads as by
-            `init.local`: w_d·exp(-|d|/s_h) counts. So a weight learns the slower, the farther it
-            reaches, and a sum of many far ones cannot become noise. None: w counts as it is.
+            `init.local`: w_d·exp(-|d|/s_h) counts. So what counts of a weight learns the slower,
+            the farther it reaches, and a sum of many far ones cannot become noise. One pass over
+            the weights for every forward. None: w counts as it is.
         dropout: of weights, while training: each is zero in so many steps, for the whole batch.
         threshold: λ of a soft threshold, sign(w)·max(|w|-λ, 0): long filters learn to be sparse.
 
@@ -473,7 +475,7 @@ class FastRPB2d(_Bias):
         height, width = 2 * self.height - 1, 2 * self.width - 1
         return (max(height, width),) if self.kind == "additive" else (height, width)
 
-    def _reach(self, *part: int) -> Tensor:
+    def _distance(self) -> Tensor:
         dtype, device = compute_dtype(self.w), self.w.device
         axes = [
             torch.arange(size, dtype=dtype, device=device) - size // 2 for size in self._shape()
@@ -484,12 +486,12 @@ class FastRPB2d(_Bias):
         return self.height + self.width if self.kind == "additive" else 1
 
     def weights(self) -> Tensor:
-        """w as it counts: past the threshold and, while training, with some dropped.
+        """w as it counts: under the envelope, past the threshold, in training with some dropped.
 
         >>> FastRPB2d(2, 3, 3, kind="full", threshold=0.1).weights().shape
         torch.Size([2, 5, 5])
         """
-        return self._used(self.w)
+        return self._used(self.w, None if self.envelope is None else self._distance())
 
     def _dense(self, length: int) -> Tensor:
         self._check_length(length)

@@ -34,6 +34,18 @@ def check_size(name: str, size: object) -> None:
         raise ValueError(f"{name}={size} must be at least 1")
 
 
+def check_scales(name: str, scales: object) -> None:
+    """(shortest, longest), lengths in tokens or pixels."""
+    pair = isinstance(scales, tuple | list) and len(scales) == 2
+    if not pair or not all(type(x) in (int, float) for x in scales):
+        raise TypeError(f"{name} must be two numbers, (shortest, longest), got {scales!r}")
+    shortest, longest = scales
+    if not 1e-3 <= shortest <= longest <= 1e9:
+        raise ValueError(
+            f"{name} need 0.001 <= shortest <= longest <= 1e9, got {shortest} and {longest}"
+        )
+
+
 def check_choice(name: str, value: object, options: Collection[str]) -> None:
     if value not in options:
         raise ValueError(f"unknown {name}={value!r}; {nearest(value, options)}")

@@ -145,6 +145,8 @@ class RunConfig:
                 f"{self.task} has (vocab_size, num_classes, image) = {expected}, "
                 f"but the model has {got}"
             )
+        if facts.image_shape and self.fixed_length:
+            raise ValueError(f"{self.task} has one length anyway; leave fixed_length out")
         if facts.image_shape and self.model.max_length != facts.max_length:
             raise ValueError(
                 f"{self.task} always has {facts.max_length} pixels, "

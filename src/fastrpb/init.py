@@ -7,10 +7,11 @@ how often a weight stands in a row of W: once, but for the additive 2D bias.
 
 from collections.abc import Callable
 from functools import partial
-from math import inf
 
 import torch
 from torch import Tensor
+
+from fastrpb.checks import check_scales
 
 Init = Callable[[Tensor, Tensor, int], object]
 
@@ -42,7 +43,7 @@ def local(shortest: float = 1.0, longest: float = 16.0) -> Init:
     >>> FastRPB(4, 100, init=local(1, 16)).w.norm(dim=-1).allclose(torch.ones(4))
     True
     """
-    check_scales(shortest, longest)
+    check_scales("the scales", (shortest, longest))
     return partial(_local, shortest=shortest, longest=longest)
 
 
@@ -55,11 +56,6 @@ def decay(heads: int, distance: Tensor, shortest: float, longest: float) -> Tens
     spread = torch.linspace(0, 1, heads, dtype=distance.dtype, device=distance.device)
     scale = shortest * (longest / shortest) ** spread
     return torch.exp(-distance / scale.view(-1, *[1] * distance.dim()))
-
-
-def check_scales(shortest: float, longest: float) -> None:
-    if not 0 < shortest <= longest < inf:
-        raise ValueError(f"scales need 0 < shortest <= longest, got {shortest} and {longest}")
 
 
 def _normal(w: Tensor, distance: Tensor, copies: int, std: float) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise, repeat
-from math import inf
+from math import inf, pi
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -45,6 +45,7 @@ Absolute = Literal["none", "learned", "sinusoidal"]
 Pooling = Literal["cls", "mean"]
 Pairing = Literal["concat", "interact"]
 Norm = Literal["layer", "batch"]
+EmbeddingInit = Literal["normal", "smooth"]
 BiasInit = Literal["local", "normal", "zero"]
 
 ON_LOGITS = ("rpe", "t5", "alibi")
@@ -82,13 +83,19 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
     pairing: Annotated[
         Pairing, "of two sequences: their vectors, or also product and difference"
     ] = "concat"
+    head_norm: Annotated[bool, "batch norm of what is pooled, before the head"] = False
     norm: Annotated[Norm, "before attention and MLP, over channels or over the batch"] = "layer"
+    embedding_init: Annotated[
+        EmbeddingInit, "first embeddings: independent, or alike for near ids as of grey levels"
+    ] = "normal"
     causal: Annotated[bool, "each token sees the earlier ones alone"] = False
     image: Annotated[tuple[int, int] | None, "height and width, for fastrpb2d"] = None
     bias_kind: Annotated[Kind, "of fastrpb2d"] = "additive"
     bias_init: Annotated[BiasInit, "first weights of the bias"] = "local"
-    bias_reach: Annotated[float, "longest scale of the local init, in tokens"] = 16.0
-    bias_envelope: Annotated[bool, "of the bias: fade with distance as the local init"] = False
+    bias_reach: Annotated[float, "longest scale of local init and envelope, in tokens"] = 16.0
+    bias_envelope: Annotated[
+        bool, "weights of the bias fade with distance, by the scales of the local init"
+    ] = False
     bias_dropout: Annotated[float, "of the weights of the bias"] = 0.0
     bias_threshold: Annotated[float, "soft threshold of the weights of the bias"] = 0.0
     filters: Annotated[int | None, "of the bias: a divisor of the width; default: heads"] = None
@@ -112,13 +119,14 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
             ("pooling", Pooling),
             ("pairing", Pairing),
             ("norm", Norm),
+            ("embedding_init", EmbeddingInit),
             ("bias_kind", Kind),
             ("bias_init", BiasInit),
         ):
             check_choice(name, getattr(self, name), get_args(kind))
         for name in _SIZES:
             check_size(name, getattr(self, name))
-        for name in ("causal", "checkpoint", "bias_envelope"):
+        for name in ("causal", "checkpoint", "bias_envelope", "head_norm"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be true or false")
         for name in ("dropout", "attention_dropout", "bias_dropout"):
@@ -225,7 +233,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        nn.init.normal_(self.embedding.weight, std=config.embedding_std)
+        reset_embedding(self.embedding, config)
         self.cls = nn.Parameter(torch.zeros(config.dim)) if _prefix(config) else None
         self.positions = _absolute(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -312,7 +320,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.config = config
         self.encoder = Encoder(config)
-        self.head = head(config.dim, config.mlp, config.num_classes)
+        self.head = head(config.dim, config.mlp, config.num_classes, norm=config.head_norm)
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.head(self.encoder.pool(tokens, mask))
@@ -330,7 +338,8 @@ class PairClassifier(nn.Module):
         self.config = config
         self.encoder = Encoder(config)
         vectors = {"concat": 2, "interact": 4}[config.pairing]
-        self.head = head(vectors * config.dim, config.mlp, config.mlp // 2, config.num_classes)
+        sizes = vectors * config.dim, config.mlp, config.mlp // 2, config.num_classes
+        self.head = head(*sizes, norm=config.head_norm)
 
     def forward(
         self,
@@ -361,6 +370,21 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         return nn.functional.linear(self.encoder(tokens, mask), self.encoder.embedding.weight)
+
+
+@torch.no_grad()
+def reset_embedding(embedding: nn.Embedding, config: ModelConfig) -> None:
+    """Draw embeddings anew: normal, or smooth, √2·cos(2π(f·i/(V-1) + p)) of the id i = 0..V-1.
+
+    With f ~ N(0, 1) and p ~ U(0, 1) for each channel, near ids are alike, far ones are not.
+    """
+    weight = embedding.weight
+    weight.normal_()
+    if config.embedding_init == "smooth":
+        ids = torch.linspace(0, 1, len(weight), dtype=weight.dtype, device=weight.device)
+        phase = ids.unsqueeze(1) * weight[0] + torch.rand_like(weight[0])
+        weight.copy_(2**0.5 * torch.cos(2 * pi * phase))
+    weight *= config.embedding_std
 
 
 @torch.no_grad()
@@ -407,9 +431,13 @@ def load_model(path: str | os.PathLike, device: str | torch.device = "cpu") -> n
     return model.to(device).eval()
 
 
-def head(*sizes: int) -> nn.Sequential:
-    """Linear layers of these sizes with ReLU between them."""
-    layers: list[nn.Module] = []
+def head(*sizes: int, norm: bool) -> nn.Sequential:
+    """Linear layers of these sizes with ReLU between them; a batch norm before them if `norm`.
+
+    A mean over a thousand tokens hardly differs from one sequence to the next: unnormed, most of
+    the first steps go into weights that are large enough to see it.
+    """
+    layers: list[nn.Module] = [nn.BatchNorm1d(sizes[0])] if norm else []
     for before, after in pairwise(sizes):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers[:-1])

@@ -123,6 +123,7 @@ def test_a_changed_config_has_another_name():
         ({"position": "rpe"}, "linear attention never forms"),
         ({"compile": "yes"}, "compile='yes' must be true or false"),
         ({"fixed_length": 64}, "fixed_length=64 must be true or false"),
+        ({"fixed_length": True}, "digits has one length anyway"),
     ],
 )
 def test_impossible_values(values, message):

@@ -103,7 +103,9 @@ def test_the_tables_of_the_page_are_those_of_the_records():
 
 @pytest.mark.parametrize("task", ["text", "retrieval", "listops"])
 def test_the_runs_on_the_way_are_those_of_the_records(task):
-    for record in records(f"{task}-levers.jsonl"):
+    runs = records(f"{task}-levers.jsonl")
+    assert sum(line.startswith(f"| {task} |") for line in PAGE.splitlines()) == len(runs)
+    for record in runs:
         config = from_json(json.dumps(record["config"]), "the record")
         model = config.model
         row = (

@@ -30,7 +30,7 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from fastrpb.layers import Stream
-from fastrpb.model import Encoder, ModelConfig, head, shrink_tied
+from fastrpb.model import Encoder, ModelConfig, head, reset_embedding, shrink_tied
 
 # Where Transformers has a name of its own.
 _NAMES = {
@@ -45,11 +45,12 @@ _ELSEWHERE = {
     "max_length": "max_position_embeddings=",
     "num_classes": "num_labels=",
     "checkpoint": "model.gradient_checkpointing_enable()",
+    "pairing": "fastrpb.PairClassifier",
 }
 _FIELDS = {
     _NAMES.get(field.name, field.name): field
     for field in fields(ModelConfig)
-    if field.name not in ("num_classes", "checkpoint")
+    if field.name not in ("num_classes", "checkpoint", "pairing")
 }
 
 
@@ -160,7 +161,7 @@ class FastRPBPreTrainedModel(PreTrainedModel):
         if all(getattr(x, "_is_hf_initialized", False) for x in tensors):
             return
         if isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=self.config.model_config.embedding_std)
+            reset_embedding(module, self.config.model_config)
         elif isinstance(module, Encoder):
             nn.init.zeros_(module.cls)
         else:
@@ -278,7 +279,8 @@ class FastRPBForSequenceClassification(FastRPBPreTrainedModel):
         super().__init__(config)
         settings = config.model_config
         self.model = FastRPBModel(config)
-        self.head = head(settings.dim, settings.mlp, settings.num_classes)
+        sizes = settings.dim, settings.mlp, settings.num_classes
+        self.head = head(*sizes, norm=settings.head_norm)
         self.post_init()
 
     @can_return_tuple
