@@ -1,9 +1,11 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from fastrpb import Classifier, ModelConfig
-from fastrpb.norms import BatchNorm, LayerNorm
+from fastrpb.norms import BatchNorm, LayerNorm, PooledNorm
 
 
 def kept_tokens():
@@ -63,3 +65,13 @@ def test_padding_changes_nothing_of_a_model_in_training(pooling):
     tokens, mask = torch.randint(11, (4, 9)), torch.arange(9) < torch.tensor([[9], [5], [2], [1]])
     other = torch.where(mask, tokens, (tokens + 3) % 11)
     torch.testing.assert_close(model(tokens, mask), model(other, mask))
+
+
+def test_a_batch_of_one_is_normed_by_the_averages():
+    norm = PooledNorm(4)
+    norm(torch.randn(16, 4) * 3 + 2)
+    before = copy.deepcopy(norm.state_dict())
+    x = torch.randn(1, 4)
+    y = norm(x)
+    assert all(torch.equal(x, before[name]) for name, x in norm.state_dict().items())
+    torch.testing.assert_close(y, norm.eval()(x))

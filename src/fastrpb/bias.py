@@ -17,7 +17,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fastrpb.checks import check_floating, check_mask, check_scales, check_size, compute_dtype
+from fastrpb.checks import (
+    check_floating,
+    check_mask,
+    check_number,
+    check_scales,
+    check_size,
+    compute_dtype,
+)
 from fastrpb.init import Init, decay, local
 from fastrpb.toeplitz import toeplitz, toeplitz_2d, toeplitz_matmul, toeplitz_matmul_2d
 
@@ -54,6 +61,8 @@ class _Bias(nn.Module, ABC):
             raise TypeError(f"init must be a function such as fastrpb.init.zero, got {init!r}")
         if envelope is not None:
             check_scales("the scales of envelope", envelope)
+        check_number("dropout", dropout)
+        check_number("threshold", threshold)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout={dropout} must be from 0 to below 1")
         if not 0 <= threshold < inf:
@@ -61,7 +70,7 @@ class _Bias(nn.Module, ABC):
         self.num_heads = num_heads
         self.prefix = prefix
         self.init = init
-        self.envelope = envelope
+        self.envelope = None if envelope is None else tuple(envelope)
         self.dropout = dropout
         self.threshold = threshold
 

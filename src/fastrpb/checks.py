@@ -34,11 +34,17 @@ def check_size(name: str, size: object) -> None:
         raise ValueError(f"{name}={size} must be at least 1")
 
 
+def check_number(name: str, x: object) -> None:
+    if isinstance(x, bool) or not isinstance(x, int | float):
+        raise TypeError(f"{name} must be a number, got {x!r}")
+
+
 def check_scales(name: str, scales: object) -> None:
     """(shortest, longest), lengths in tokens or pixels."""
-    pair = isinstance(scales, tuple | list) and len(scales) == 2
-    if not pair or not all(type(x) in (int, float) for x in scales):
-        raise TypeError(f"{name} must be two numbers, (shortest, longest), got {scales!r}")
+    if not isinstance(scales, tuple | list) or len(scales) != 2:
+        raise TypeError(f"{name} must be (shortest, longest), got {scales!r}")
+    for x in scales:
+        check_number(name, x)
     shortest, longest = scales
     if not 1e-3 <= shortest <= longest <= 1e9:
         raise ValueError(

@@ -84,7 +84,9 @@ class RunConfig:
     accumulate: Annotated[int, "parts in which a batch passes, to save memory"] = 1
     precision: Annotated[Precision, "of the products"] = "fp32"
     compile: Annotated[bool, "by torch.compile"] = False
-    fixed_length: Annotated[bool, "pad batches to max_length: one shape, to compile best"] = False
+    fixed_length: Annotated[bool, "pad batches to max_length: more tokens, one shape to replay"] = (
+        False
+    )
 
     def __post_init__(self):
         for name, kind in (
@@ -100,6 +102,11 @@ class RunConfig:
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"batch_size={self.batch_size} does not part into accumulate={self.accumulate}"
+            )
+        if self.model.head_norm and self.batch_size == self.accumulate:
+            raise ValueError(
+                "head_norm compares the examples of a pass: batch_size/accumulate must be at least "
+                f"2, got {self.batch_size}/{self.accumulate}"
             )
         if self.keep == "best" and self.validation == "test":
             raise ValueError(

@@ -129,7 +129,10 @@ def weights_figure(layers: Sequence[Tensor], word: str = "head") -> Figure:
         _heat(figure, ax, w, extent=box, aspect="auto", interpolation="nearest")
         ax.set_ylabel(f"layer {number}\n{word}")
         ax.set_yticks(_ends(len(w)))
-    axes[-1].set_xlabel("distance m - n from the reading token to the read one, in tokens")
+    axes[-1].set_xlabel(
+        "distance m - n from the reading token to the read one, in tokens"
+        + ("; the largest weight of each column" if layers[0].shape[-1] > _STRIP else "")
+    )
     return figure
 
 

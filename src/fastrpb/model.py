@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise, repeat
-from math import inf, pi
+from math import pi
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from fastrpb import init
 from fastrpb.attention import Phi
 from fastrpb.bias import FastRPB, FastRPB2d, Kind
-from fastrpb.checks import check_choice, check_mask, check_size, check_tensor
+from fastrpb.checks import check_choice, check_mask, check_number, check_size, check_tensor
 from fastrpb.features import DPFP, FavorPlus, elu1, relu, sikf
 from fastrpb.files import read_tensors, write_tensors
 from fastrpb.layers import LinearAttention, SelfAttention, SoftmaxAttention, Stream
-from fastrpb.norms import BatchNorm, LayerNorm
+from fastrpb.norms import BatchNorm, LayerNorm, PooledNorm
 from fastrpb.positions import (
     ALiBi,
     ConvSPE,
@@ -81,9 +81,9 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
     absolute: Annotated[Absolute, "positions added to the embedding"] = "learned"
     pooling: Annotated[Pooling, "what is classified: a CLS token, or the mean"] = "cls"
     pairing: Annotated[
-        Pairing, "of two sequences: their vectors, or also product and difference"
+        Pairing, "of retrieval's two vectors: they alone, or also product and difference"
     ] = "concat"
-    head_norm: Annotated[bool, "batch norm of what is pooled, before the head"] = False
+    head_norm: Annotated[bool, "of classifiers: batch norm of what is pooled"] = False
     norm: Annotated[Norm, "before attention and MLP, over channels or over the batch"] = "layer"
     embedding_init: Annotated[
         EmbeddingInit, "first embeddings: independent, or alike for near ids as of grey levels"
@@ -94,7 +94,7 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
     bias_init: Annotated[BiasInit, "first weights of the bias"] = "local"
     bias_reach: Annotated[float, "longest scale of local init and envelope, in tokens"] = 16.0
     bias_envelope: Annotated[
-        bool, "weights of the bias fade with distance, by the scales of the local init"
+        bool, "weights of the bias fade with distance, by the scales of local init"
     ] = False
     bias_dropout: Annotated[float, "of the weights of the bias"] = 0.0
     bias_threshold: Annotated[float, "soft threshold of the weights of the bias"] = 0.0
@@ -130,6 +130,7 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be true or false")
         for name in ("dropout", "attention_dropout", "bias_dropout"):
+            check_number(name, getattr(self, name))
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be from 0 to below 1")
         if self.causal and self.pooling == "cls":
@@ -149,8 +150,10 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
         self._check_bias()
 
     def _check_bias(self) -> None:
-        if not 1 <= self.bias_reach < inf:
-            raise ValueError(f"bias_reach={self.bias_reach} must be a number, at least 1 token")
+        for name in ("bias_reach", "bias_threshold"):
+            check_number(name, getattr(self, name))
+        if not 1 <= self.bias_reach <= 1e9:
+            raise ValueError(f"bias_reach={self.bias_reach} must be from 1 to 1e9 tokens")
         if self.bias_threshold < 0:
             raise ValueError(f"bias_threshold={self.bias_threshold} must be at least 0")
         if self.position == "fastrpb2d":
@@ -437,7 +440,7 @@ def head(*sizes: int, norm: bool) -> nn.Sequential:
     A mean over a thousand tokens hardly differs from one sequence to the next: unnormed, most of
     the first steps go into weights that are large enough to see it.
     """
-    layers: list[nn.Module] = [nn.BatchNorm1d(sizes[0])] if norm else []
+    layers: list[nn.Module] = [PooledNorm(sizes[0])] if norm else []
     for before, after in pairwise(sizes):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers[:-1])

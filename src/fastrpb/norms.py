@@ -42,3 +42,22 @@ class BatchNorm(nn.BatchNorm1d):
         self.num_batches_tracked.add_(1)  # pyright: ignore[reportOptionalMemberAccess]
         self.running_mean.lerp_(mean, self.momentum)  # pyright: ignore
         self.running_var.lerp_(variance, self.momentum)  # pyright: ignore
+
+
+class PooledNorm(nn.BatchNorm1d):
+    """Each channel of one vector a sequence (batch, dim) by its mean and variance over the batch.
+
+    A batch of one, such as the rest of an epoch, has no variance: it uses the averages so far.
+
+    >>> norm = PooledNorm(8)
+    >>> norm(torch.randn(4, 8)).std(0, correction=0).allclose(torch.ones(8), atol=1e-3)
+    True
+    >>> norm(torch.randn(1, 8)).shape
+    torch.Size([1, 8])
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if len(input) > 1 or not self.training:
+            return super().forward(input)
+        averages = self.running_mean, self.running_var
+        return nn.functional.batch_norm(input, *averages, self.weight, self.bias, eps=self.eps)

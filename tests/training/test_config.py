@@ -124,6 +124,7 @@ def test_a_changed_config_has_another_name():
         ({"compile": "yes"}, "compile='yes' must be true or false"),
         ({"fixed_length": 64}, "fixed_length=64 must be true or false"),
         ({"fixed_length": True}, "digits has one length anyway"),
+        ({"head_norm": True, "batch_size": 4, "accumulate": 4}, "head_norm compares.*got 4/4"),
     ],
 )
 def test_impossible_values(values, message):
