@@ -83,7 +83,7 @@ class _Bias(nn.Module, ABC):
         distance = self._distance()
         self.init(self.w, distance, self._copies())
         if self.envelope is not None:
-            self.w /= decay(self.num_heads, distance, *self.envelope).clamp(min=_HELD)
+            self.w.div_(decay(self.num_heads, distance, *self.envelope).clamp(min=_HELD))
 
     def _used(self, w: Tensor, distance: Tensor | None) -> Tensor:
         """What counts of these weights: under the envelope, past the threshold, not dropped.
