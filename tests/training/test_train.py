@@ -401,7 +401,7 @@ def test_what_is_compiled(monkeypatch):
 
 
 def test_without_a_compiler(small, tmp_path, monkeypatch):
-    def compile_here(*_):
+    def compile_here(*_, **__):
         raise InductorError(FileNotFoundError("no compiler"), None)
 
     monkeypatch.setattr("fastrpb.train.classify", compile_here)
