@@ -16,6 +16,7 @@ CORE = [
     "kernels",
     "toeplitz",
     "bias",
+    "bias2d",
     "features",
     "attention",
     "positions",

@@ -10,7 +10,8 @@ from fastrpb.attention import (
     linear_attention_weights,
     softmax_attention,
 )
-from fastrpb.bias import FastRPB, FastRPB2d
+from fastrpb.bias import FastRPB
+from fastrpb.bias2d import FastRPB2d
 from fastrpb.features import DPFP, FavorPlus, elu1, relu, sikf
 from fastrpb.model import (
     Classifier,

@@ -1,4 +1,4 @@
-"""FastRPB and FastRPB2d: the learned w as modules, a term to add to any attention (§3.2).
+"""FastRPB: the learned w as a module, a term to add to any attention (§3.2).
 
 >>> import torch
 >>> from fastrpb import FastRPB
@@ -12,7 +12,7 @@ torch.Size([2, 4, 300, 16])
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,7 @@ from fastrpb.checks import (
     compute_dtype,
 )
 from fastrpb.init import Init, decay, local
-from fastrpb.toeplitz import toeplitz, toeplitz_2d, toeplitz_matmul, toeplitz_matmul_2d
-
-Kind = Literal["additive", "full"]
+from fastrpb.toeplitz import toeplitz, toeplitz_matmul
 
 _HELD = 0.1  # where the envelope is less, first weights count for less than the init says
 _BLOCK = 64  # tokens of a stream that are summed directly: below, products cost more than they save
@@ -39,7 +37,7 @@ def _kept(v: Tensor, mask: Tensor | None) -> Tensor:
     return v if mask is None else v.masked_fill(~mask[..., None, :, None], 0)
 
 
-class _Bias(nn.Module, ABC):
+class Bias(nn.Module, ABC):
     """What the 1D and the 2D bias share: the parameter `w`, the prefix and the mask."""
 
     w: nn.Parameter
@@ -173,7 +171,7 @@ class _Bias(nn.Module, ABC):
         )
 
 
-class FastRPB(_Bias):
+class FastRPB(Bias):
     """Y = W·V with W[n, m] = w_{m-n}: one learned weight per head and relative distance.
 
     O(N log N) time and O(N) parameters. Sequences may be shorter than `max_length`: they use the
@@ -424,128 +422,3 @@ class BiasState:
     def select(self, streams: Tensor) -> "BiasState":
         """The states of these streams of the batch, a copy of each (beam search)."""
         return BiasState(self.history[streams], self.pending[streams], self.tokens)
-
-
-class FastRPB2d(_Bias):
-    """Y = W·V over the pixels of an image, by their vertical and horizontal distances dy and dx.
-
-    - `kind="additive"`: w_dy + w_dx with one w for both (the paper's). Row sums, column sums and
-      two small products: it reads and writes V once.
-    - `kind="full"`: w_{dy,dx}, which an additive bias cannot express; O(HW log HW) a channel.
-
-    Args:
-        num_heads: heads, each with weights of its own.
-        height: rows of the image.
-        width: columns of the image; need not equal `height`.
-        kind: "additive" or "full".
-        prefix: tokens at the front (CLS) that neither get nor give bias nor shift the pixels.
-        init: fills `w` (see `fastrpb.init`).
-        envelope: (shortest, longest) scales s_h of a decay, spread over the heads as by
-            `init.local`: w_d·exp(-|d|/s_h) counts. So what counts of a weight learns the slower,
-            the farther it reaches, and a sum of many far ones cannot become noise. One pass over
-            the weights for every forward. None: w counts as it is.
-        dropout: of weights, while training: each is zero in so many steps, for the whole batch.
-        threshold: λ of a soft threshold, sign(w)·max(|w|-λ, 0): long filters learn to be sparse.
-
-    Attributes:
-        w: additive (num_heads, 2·max(height, width)-1); full (num_heads, 2·height-1, 2·width-1).
-
-    >>> rpb = FastRPB2d(8, 28, 28, prefix=1)
-    >>> rpb(torch.randn(2, 8, 785, 32)).shape
-    torch.Size([2, 8, 785, 32])
-    """
-
-    def __init__(
-        self,
-        num_heads: int,
-        height: int,
-        width: int,
-        *,
-        kind: Kind = "additive",
-        prefix: int = 0,
-        init: Init = local(),  # noqa: B008  (a function, not state)
-        envelope: tuple[float, float] | None = None,
-        dropout: float = 0.0,
-        threshold: float = 0.0,
-    ):
-        super().__init__(num_heads, prefix, init, envelope, dropout, threshold)
-        check_size("height", height)
-        check_size("width", width)
-        if kind not in ("additive", "full"):
-            raise ValueError(f"unknown kind={kind!r}; choose additive or full")
-        self.height = height
-        self.width = width
-        self.kind: Kind = kind
-        self.w = nn.Parameter(torch.empty(num_heads, *self._shape()))
-        self.reset_parameters()
-
-    def _shape(self) -> tuple[int, ...]:
-        """Of the weights of a head."""
-        height, width = 2 * self.height - 1, 2 * self.width - 1
-        return (max(height, width),) if self.kind == "additive" else (height, width)
-
-    def _distance(self) -> Tensor:
-        dtype, device = compute_dtype(self.w), self.w.device
-        axes = [
-            torch.arange(size, dtype=dtype, device=device) - size // 2 for size in self._shape()
-        ]
-        return axes[0].abs() if self.kind == "additive" else torch.hypot(axes[0][:, None], axes[1])
-
-    def _copies(self) -> int:
-        return self.height + self.width if self.kind == "additive" else 1
-
-    def weights(self) -> Tensor:
-        """w as it counts: under the envelope, past the threshold, in training with some dropped.
-
-        >>> FastRPB2d(2, 3, 3, kind="full", threshold=0.1).weights().shape
-        torch.Size([2, 5, 5])
-        """
-        return self._used(self.w, None if self.envelope is None else self._distance())
-
-    def _dense(self, length: int) -> Tensor:
-        self._check_length(length)
-        return toeplitz_2d(self.weights(), (self.height, self.width))
-
-    def _multiply(self, v: Tensor) -> Tensor:
-        self._check_length(v.shape[-2] - self.prefix)
-        v = v[..., self.prefix :, :]
-        y = toeplitz_matmul_2d(self.weights(), v, (self.height, self.width))
-        return nn.functional.pad(y, (0, 0, self.prefix, 0)) if self.prefix else y
-
-    def _check_length(self, length: int) -> None:
-        if length != self.height * self.width:
-            raise ValueError(
-                f"{length} tokens after the prefix of {self.prefix} do not make an image of "
-                f"{self.height}×{self.width} = {self.height * self.width} pixels"
-            )
-
-    @torch.no_grad()
-    def resize(self, height: int, width: int) -> "FastRPB2d":
-        """A new bias for another image: the weights of common distances kept, others zero."""
-        new = FastRPB2d(
-            self.num_heads,
-            height,
-            width,
-            kind=self.kind,
-            init=self.init,
-            **self._settings(),
-        ).to(self.w)
-        new.w.zero_()
-        old_part, new_part = self.w.detach(), new.w.detach()
-        for axis in range(1, self.w.dim()):
-            count = min(self.w.shape[axis], new.w.shape[axis])
-            old_part = old_part.narrow(axis, (self.w.shape[axis] - count) // 2, count)
-            new_part = new_part.narrow(axis, (new.w.shape[axis] - count) // 2, count)
-        new_part.copy_(old_part)
-        return new
-
-    def _mismatch(self, saved: torch.Size) -> str:
-        return (
-            f"the saved weights {tuple(saved)} are not the {tuple(self.w.shape)} of this bias "
-            f"({self.kind}, {self.num_heads} heads, {self.height}×{self.width} pixels); load them "
-            "into a FastRPB2d of their own size and resize() it"
-        )
-
-    def extra_repr(self) -> str:
-        size = f"{self.num_heads}, {self.height}, {self.width}"
-        return f"{size}, kind={self.kind!r}{self._shown_settings()}"

@@ -18,7 +18,8 @@ from matplotlib.colors import AsinhNorm, Normalize
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from fastrpb.bias import FastRPB, FastRPB2d
+from fastrpb.bias import FastRPB
+from fastrpb.bias2d import FastRPB2d
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 MARKS = ("o", "s", "^", "D", "v", "P", "X")

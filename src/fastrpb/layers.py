@@ -13,7 +13,8 @@ from fastrpb.attention import (
     linear_attention_step,
     softmax_attention,
 )
-from fastrpb.bias import BiasState, FastRPB, FastRPB2d
+from fastrpb.bias import BiasState, FastRPB
+from fastrpb.bias2d import FastRPB2d
 
 
 class SoftmaxAttention(nn.Module):

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fastrpb import init
 from fastrpb.attention import Phi
-from fastrpb.bias import FastRPB, FastRPB2d, Kind
+from fastrpb.bias import FastRPB
+from fastrpb.bias2d import FastRPB2d, Kind
 from fastrpb.checks import check_choice, check_mask, check_number, check_size, check_tensor
 from fastrpb.features import DPFP, FavorPlus, elu1, relu, sikf
 from fastrpb.files import read_tensors, write_tensors

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from fastrpb.attention import Phi, linear_attention, linear_attention_weights
-from fastrpb.bias import FastRPB, FastRPB2d
+from fastrpb.bias import FastRPB
+from fastrpb.bias2d import FastRPB2d
 from fastrpb.layers import merge_heads, split_heads
 
 

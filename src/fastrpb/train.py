@@ -33,7 +33,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.functional import cross_entropy
 
-from fastrpb.bias import FastRPB, FastRPB2d
+from fastrpb.bias import FastRPB
+from fastrpb.bias2d import FastRPB2d
 from fastrpb.checks import nearest
 from fastrpb.config import RunConfig
 from fastrpb.data import Batch, Batches, Dataset, Split

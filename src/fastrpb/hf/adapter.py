@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from fastrpb import init
-from fastrpb.bias import FastRPB, FastRPB2d, Kind
+from fastrpb.bias import FastRPB
+from fastrpb.bias2d import FastRPB2d, Kind
 from fastrpb.files import read_tensors, write_tensors
 from fastrpb.init import Init
 from fastrpb.toeplitz import toeplitz_matmul
