@@ -31,6 +31,7 @@ TOOLS = [
     "bench",
     "run",
     "evaluate",
+    "replay",
     "train",
     "compare",
     "sweep",

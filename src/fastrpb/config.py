@@ -83,10 +83,7 @@ class RunConfig:
     save_every: Annotated[int, "steps between checkpoints"] = 500
     accumulate: Annotated[int, "parts in which a batch passes, to save memory"] = 1
     precision: Annotated[Precision, "of the products"] = "fp32"
-    compile: Annotated[bool, "by torch.compile"] = False
-    fixed_length: Annotated[bool, "pad batches to max_length: more tokens, one shape to replay"] = (
-        False
-    )
+    compile: Annotated[bool, "by torch.compile, and replayed by a GPU"] = False
 
     def __post_init__(self):
         for name, kind in (
@@ -139,9 +136,8 @@ class RunConfig:
                 raise ValueError(f"{name}={value} must be from 0 to below {below}")
             if name in ("clip", "eps") and not value:
                 raise ValueError(f"{name}=0 leaves nothing of the gradients; give more")
-        for name in ("compile", "fixed_length"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
+        if not isinstance(self.compile, bool):
+            raise ValueError(f"compile={self.compile!r} must be true or false")
 
     def _check_task(self) -> None:
         facts = task(self.task)
@@ -152,8 +148,6 @@ class RunConfig:
                 f"{self.task} has (vocab_size, num_classes, image) = {expected}, "
                 f"but the model has {got}"
             )
-        if facts.image_shape and self.fixed_length:
-            raise ValueError(f"{self.task} has one length anyway; leave fixed_length out")
         if facts.image_shape and self.model.max_length != facts.max_length:
             raise ValueError(
                 f"{self.task} always has {facts.max_length} pixels, "

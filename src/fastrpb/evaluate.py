@@ -58,7 +58,8 @@ def evaluate(
     seed_from("evaluate")  # for encodings that draw noise
     with torch.no_grad():
         for batch in batches:
-            logits, labels = classify(model, batch, accelerator.device)
+            labels, *inputs = to_device(batch, accelerator.device)
+            logits = classify(model, *inputs)
             loss += cross_entropy(logits, labels, reduction="sum")
             pairs = classes * labels + logits.argmax(-1)
             confusion += pairs.bincount(minlength=classes**2).view(classes, classes)
@@ -68,20 +69,22 @@ def evaluate(
     return Metrics(loss.item() / len(split), *_scores(confusion.cpu()))
 
 
-def classify(
-    model: nn.Module, batch: Batch, device: torch.device, masked: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Logits (batch, classes) and labels on the device; `masked` gives the mask in any case."""
-    parts = [batch.tokens, batch.labels]
+def to_device(batch: Batch, device: torch.device, masked: bool = False) -> list[Tensor]:
+    """Labels, tokens and, if some of them are padding or `masked` says so, their mask."""
+    parts = [batch.labels, batch.tokens]
     if masked or not batch.mask.all():  # without a mask attention is faster
         parts.append(batch.mask)
     if device.type == "cuda":  # pinned, so that the copy need not wait for the kernels before it
         parts = [x.pin_memory() for x in parts]
-    tokens, labels, *masks = (x.to(device, non_blocking=True) for x in parts)
+    return [x.to(device, non_blocking=True) for x in parts]
+
+
+def classify(model: nn.Module, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Logits (batch, classes) of tokens (batch, length), or of pairs (batch, 2, length)."""
+    inputs = [tokens] if mask is None else [tokens, mask]
     if tokens.dim() == 3:
-        masks = [part for mask in masks for part in mask.unbind(1)]
-        return model(*tokens.unbind(1), *masks), labels
-    return model(tokens, *masks), labels
+        inputs = [part for x in inputs for part in x.unbind(1)]
+    return model(*inputs)
 
 
 def load_run(folder: str | Path) -> tuple[RunConfig, nn.Module]:

@@ -49,12 +49,15 @@ from fastrpb.evaluate import (
     make_accelerator,
     own_random_numbers,
     seed_from,
+    to_device,
     under,
 )
 from fastrpb.model import save_model
+from fastrpb.replay import Replayed, own_stream
 from fastrpb.run import Run, peak_memory, provenance
 
 TRACKERS = ("tensorboard", "wandb")
+_LENGTHS = 64  # compiled batches have a multiple of so many tokens: few shapes to record
 _REPORT_EVERY = 10  # steps; the loss is read only then, so that a GPU need not wait at each step
 
 
@@ -124,7 +127,8 @@ def train(
         log_with=list(trackers) or None,
         project_config=ProjectConfiguration(logging_dir=str(run.folder / "tensorboard")),
     )
-    with clear_errors(config, accelerator), own_random_numbers(accelerator.device):
+    device = accelerator.device
+    with clear_errors(config, accelerator), own_random_numbers(device), own_stream(device):
         # Made before the folder, so that a config that cannot be leaves none.
         trainer = _Trainer(config, run, accelerator, data, on_progress, on_validation)
         with run.locked() if accelerator.is_main_process else nullcontext():
@@ -188,6 +192,9 @@ class _Trainer:
             fused=accelerator.device.type in ("cpu", "cuda"),
         )
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        alone = accelerator.num_processes == 1  # gradients are not shared between launches
+        self.replays = config.compile and alone and accelerator.device.type == "cuda"
+        self.compute = Replayed(self._compute) if self.replays else self._compute
         self.state = _State()
         self.best: dict[str, Tensor] = {}  # weights of the best validation, where they are kept
         self.saved: int | None = None
@@ -235,7 +242,7 @@ class _Trainer:
             pad_id=self.data.task.pad_id,
             seed=config.seed,
             drop_last=True,
-            length=config.model.max_length if config.fixed_length else None,
+            multiple=_LENGTHS if config.compile else 1,
             rank=self.accelerator.process_index,
             world_size=processes,
         )
@@ -250,23 +257,26 @@ class _Trainer:
         self.window.begin()
         chunks = (x.chunk(config.accumulate) for x in batch)
         parts = [Batch(*part) for part in zip(*chunks, strict=True)]
+        masked = config.compile and not config.model.image  # compiled once, not with and without
         for part in parts:
             # The processes share their gradients once, after the last part.
             last = part is parts[-1]
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                logits, labels = classify(
-                    self.model, part, self.accelerator.device, masked=config.fixed_length
-                )
-                loss = cross_entropy(logits, labels, reduction="sum") / len(batch.labels)
-                self.accelerator.backward(loss)
-            correct = (logits.argmax(-1) == labels).sum() / len(batch.labels)
-            self.window.add(state.step, torch.stack([loss.detach(), correct]))
+                values = self.compute(*to_device(part, self.accelerator.device, masked))
+            self.window.add(state.step, values / len(batch.labels))
         if config.clip is not None:
             self.accelerator.clip_grad_norm_(self.model.parameters(), config.clip)
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self.replays)  # a recording knows where they are
         self.window.tokens += int(batch.mask.sum())
         state.step += 1
+
+    def _compute(self, labels: Tensor, *inputs: Tensor) -> Tensor:
+        """Add the gradients of a part of a batch; the sums of its losses and of its hits."""
+        logits = classify(self.model, *inputs)
+        loss = cross_entropy(logits, labels, reduction="sum")
+        self.accelerator.backward(loss / (len(labels) * self.config.accumulate))
+        return torch.stack([loss.detach(), (logits.argmax(-1) == labels).sum()])
 
     def _report(self) -> None:
         """Read the loss of the last steps, check it, show and log it."""
@@ -508,14 +518,9 @@ def _caught_signals() -> Iterator[list[int]]:
 
 
 def _compile(model: Any, config: RunConfig) -> None:
-    """Images have one shape: the launches of a pass are recorded once, and a GPU replays them.
-
-    So have batches of a fixed length. Not where gradients add up over several passes: a replay
-    would write over those before it. Other lengths vary: one block is compiled for all of them,
-    and serves every layer.
-    """
-    if config.model.image or config.fixed_length:
-        model.compile(mode="reduce-overhead" if config.accumulate == 1 else "default")
+    """Images have one shape. Other lengths vary: one block serves all of them, and every layer."""
+    if config.model.image:
+        model.compile()
         return
     for block in model.encoder.blocks:
         block.compile(dynamic=True)

@@ -41,13 +41,14 @@ def test_a_batch_is_the_examples_padded_to_the_longest():
     assert (batch.tokens.dtype, batch.mask.dtype) == (torch.uint8, torch.bool)
 
 
-def test_batches_of_one_length():
-    split = texts([3, 1, 2])
-    (batch,) = Batches(split, 3, pad_id=PAD, shuffle=False, length=5)
-    assert batch.tokens.tolist()[2] == [0, 0, 0, PAD, PAD]
-    assert batch.mask.sum(1).tolist() == [1, 2, 3]
-    with pytest.raises(ValueError, match="length=2 is too short: the longest example has 3"):
-        Batches(split, 3, pad_id=PAD, length=2)
+def test_lengths_are_multiples_or_that_of_the_longest():
+    split = texts([1, 4, 5, 7, 9, 10])
+    batches = list(Batches(split, 2, pad_id=PAD, shuffle=False, multiple=4))
+    assert [batch.tokens.shape[1] for batch in batches] == [4, 8, 10]
+    assert batches[1].tokens.tolist()[0] == [2] * 5 + [PAD] * 3
+    assert batches[1].mask.sum(1).tolist() == [5, 7]
+    with pytest.raises(ValueError, match="multiple=0 must be at least 1"):
+        Batches(split, 2, pad_id=PAD, multiple=0)
 
 
 def test_pairs_are_padded_alike():

@@ -122,8 +122,6 @@ def test_a_changed_config_has_another_name():
         ({"max_length": 65}, "digits always has 64 pixels"),
         ({"position": "rpe"}, "linear attention never forms"),
         ({"compile": "yes"}, "compile='yes' must be true or false"),
-        ({"fixed_length": 64}, "fixed_length=64 must be true or false"),
-        ({"fixed_length": True}, "digits has one length anyway"),
         ({"head_norm": True, "batch_size": 4, "accumulate": 4}, "head_norm compares.*got 4/4"),
     ],
 )

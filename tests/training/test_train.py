@@ -28,6 +28,7 @@ from fastrpb.evaluate import (
     load_run,
     predict,
     seed_from,
+    to_device,
 )
 from fastrpb.run import Run
 from fastrpb.train import DivergedError, Interruption, _compile, train
@@ -384,20 +385,14 @@ def test_compiled_it_learns_the_same(small, tmp_path):
 
 
 def test_what_is_compiled(monkeypatch):
-    """Batches of one shape as a whole, to be replayed; else blocks, which all lengths share."""
+    """Images as a whole; else blocks, which all lengths share."""
     calls = []
     compiled = lambda module, **options: calls.append((type(module).__name__, options))  # noqa: E731
     monkeypatch.setattr(torch.nn.Module, "compile", compiled)
-    for task, parts, fixed in (
-        *(("mnist", 1, False), ("mnist", 2, False)),
-        *(("text", 1, True), ("text", 2, True), ("retrieval", 2, False)),
-    ):
-        small = {"layers": 2, "dim": 8, "heads": 1, "accumulate": parts, "fixed_length": fixed}
-        config = override(preset(task), small)
+    for task in ("mnist", "retrieval"):
+        config = override(preset(task), {"layers": 2, "dim": 8, "heads": 1})
         _compile(build(config), config)
-    # Replayed, the second part of a batch would write over the gradients of the first.
-    whole = [("Classifier", {"mode": mode}) for mode in ("reduce-overhead", "default")]
-    assert calls == [*whole, *whole, *[("Block", {"dynamic": True})] * 2]
+    assert calls == [("Classifier", {}), *[("Block", {"dynamic": True})] * 2]
 
 
 def test_without_a_compiler(small, tmp_path, monkeypatch):
@@ -532,7 +527,10 @@ def test_a_mask_goes_along_where_there_is_padding(pair, padded):
     tokens = torch.randint(9, shape, dtype=torch.uint8)
     got = []
     model = lambda *inputs: got.extend(inputs)  # noqa: E731
-    classify(model, Batch(tokens, mask, torch.zeros(3), torch.arange(3)), torch.device("cpu"))
+    batch = Batch(tokens, mask, torch.zeros(3), torch.arange(3))
+    labels, *inputs = to_device(batch, torch.device("cpu"))
+    assert labels is batch.labels
+    classify(model, *inputs)
     wanted = [tokens, mask] if padded else [tokens]
     wanted = [part for x in wanted for part in x.unbind(1)] if pair else wanted
     assert len(got) == len(wanted)
@@ -547,15 +545,16 @@ def test_pairs_of_documents(tmp_path, monkeypatch):
     train(config, tmp_path / "run", data_dir=tmp_path / "aan", cpu=True)
     assert len(predict(tmp_path / "run", ["one paper", "another"])) == 2
 
-    # Padded to a fixed length it learns the same.
+    # Compiled, with batches of few lengths, it learns the same.
     shapes = []
 
-    def noted(model, batch, device, masked=False):
-        shapes.append((batch.tokens.shape[-1], masked))
-        return classify(model, batch, device, masked)
+    def noted(model, tokens, mask):
+        shapes.append(tokens.shape)
+        return classify(model, tokens, mask)
 
     monkeypatch.setattr("fastrpb.train.classify", noted)
-    config = override(config, {"fixed_length": True})
-    train(config, tmp_path / "fixed", data_dir=tmp_path / "aan", cpu=True)
-    assert shapes == [(50, True)] * 2
-    torch.testing.assert_close(weights(tmp_path / "fixed"), weights(tmp_path / "run"))
+    monkeypatch.setattr("fastrpb.train._LENGTHS", 9)
+    config = override(config, {"compile": True})
+    train(config, tmp_path / "few", data_dir=tmp_path / "aan", cpu=True)
+    assert shapes == [(2, 2, 13)] * 2
+    torch.testing.assert_close(weights(tmp_path / "few"), weights(tmp_path / "run"))

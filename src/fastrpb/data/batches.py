@@ -6,11 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastrpb.checks import check_size
 from fastrpb.data.dataset import DataError, Split
 
 
 class Batch(NamedTuple):
-    """Some examples, padded to the longest of the global batch or further; L is their length.
+    """Some examples, padded to the longest of the global batch or a bit further: to L.
 
     Attributes:
         tokens: (B, L) uint8, or (B, 2, L) for pairs; `tokens.long()` on the device embeds.
@@ -40,7 +41,7 @@ class Batches:
         shuffle: False keeps the order of the split but for the sorting within a pool.
         drop_last: leave out the examples that do not fill a batch: others in every epoch.
         pool: how many batches are sorted together; 1 turns the sorting off.
-        length: of every batch, at least that of the longest example; None: each has its own.
+        multiple: lengths L are multiples of it, or the length of the longest example of all.
         rank, world_size: of this process. All have the same number of batches, of the same length
             L; without `drop_last` the last can be empty for some.
 
@@ -62,12 +63,12 @@ class Batches:
         shuffle: bool = True,
         drop_last: bool = False,
         pool: int = 64,
-        length: int | None = None,
+        multiple: int = 1,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        if pool < 1:
-            raise ValueError(f"pool={pool} must be at least 1")
+        check_size("pool", pool)
+        check_size("multiple", multiple)
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} must be from 0 to world_size-1 = {world_size - 1}")
         if batch_size < 1 or batch_size % world_size:
@@ -90,9 +91,7 @@ class Batches:
         self.rank, self.world_size = rank, world_size
         self.epoch = self.batch = 0
         self._longest = split.lengths.amax(1)
-        if length is not None and length < (longest := int(self._longest.max())):
-            raise ValueError(f"length={length} is too short: the longest example has {longest}")
-        self.length = length
+        self.multiple = multiple
 
     def __len__(self) -> int:
         """The batches of an epoch."""
@@ -153,7 +152,8 @@ class Batches:
         return batches
 
     def _collate(self, rows: Tensor) -> Batch:
-        length = self.length or int(self._longest[rows].max())
+        longest = -int(self._longest[rows].max()) // self.multiple * -self.multiple
+        length = min(longest, int(self._longest.max()))
         rows = rows[self.rank :: self.world_size]
         index = self.split.index[rows]
         if index.shape[1] == 1:

@@ -1,0 +1,71 @@
+"""Launches that a GPU records once for each shape, and then replays.
+
+A step of a small model is a thousand launches, which take the CPU longer than the GPU needs to
+compute them. Replayed, they are one.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class Replayed:
+    """A function of tensors on a GPU, recorded for each of their shapes and then replayed.
+
+    The function may change other tensors in place (gradients, averages) as long as they stay where
+    they are, and draw random numbers. It must not read from the GPU. Its first call for a shape
+    runs as it is: kernels are compiled and buffers made then. The second is recorded. All
+    recordings share the memory of the largest.
+
+    The stream must not be the default one: see `own_stream`.
+    """
+
+    def __init__(self, function: Callable[..., Tensor]):
+        self._function = function
+        self._seen: set[tuple[torch.Size, ...]] = set()
+        self._recorded: dict[tuple[torch.Size, ...], Callable[..., Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        shapes = tuple(x.shape for x in inputs)
+        if shapes not in self._seen:
+            self._seen.add(shapes)
+            return self._function(*inputs)
+        if shapes not in self._recorded:
+            self._recorded[shapes] = self._record(inputs)
+        return self._recorded[shapes](*inputs)
+
+    def _record(self, inputs: tuple[Tensor, ...]) -> Callable[..., Tensor]:
+        buffers = [torch.empty_like(x) for x in inputs]
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        # Not `torch.cuda.graph`: it empties the cache of the allocator each time.
+        graph.capture_begin(pool=self._pool)
+        try:
+            result = self._function(*buffers)
+        finally:
+            graph.capture_end()
+
+        def replay(*inputs: Tensor) -> Tensor:
+            for buffer, x in zip(buffers, inputs, strict=True):
+                buffer.copy_(x)
+            graph.replay()
+            return result.clone()
+
+        return replay
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """A stream other than the default one, which cannot be recorded; nothing without a GPU."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.current_stream(device)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(before)
+    with torch.cuda.stream(stream):
+        yield
+    before.wait_stream(stream)
