@@ -317,19 +317,49 @@ _SETUPS: dict[str, Callable[[Attention, Features, Position], RunConfig]] = {
 
 def best_mnist() -> RunConfig:
     """Local 2D filters, one for each channel; small enough to ship."""
-    return override(
+    return _best(
         mnist("linear", "sikf", "fastrpb2d"),
-        {
-            **{"dim": 64, "layers": 4, "heads": 4, "mlp_dim": 128, "dropout": 0.2, "norm": "batch"},
-            **{"filters": 64, "bias_kind": "full", "bias_reach": 3.0, "bias_threshold": 1e-3},
-            **{"absolute": "none", "pooling": "mean", "bias_rate": 0.3, "weight_decay": 0.1},
-            **{"epochs": 15, "batch_size": 128, "learning_rate": 4e-3, "warmup": 300},
-            **{"schedule": "cosine", "keep": "best", "precision": "bf16", "compile": True},
-        },
+        **{"dim": 64, "layers": 4, "heads": 4, "mlp_dim": 128, "dropout": 0.2},
+        **{"filters": 64, "bias_kind": "full", "bias_reach": 3.0, "bias_threshold": 1e-3},
+        **{"bias_rate": 0.3, "weight_decay": 0.1},
+        **{"epochs": 15, "batch_size": 128, "learning_rate": 4e-3, "warmup": 300},
     )
 
 
-BEST: dict[str, Callable[[], RunConfig]] = {"mnist": best_mnist}
+def best_text() -> RunConfig:
+    """4096 bytes; filters of 1 to 16, one for each channel, whose far weights stay small."""
+    return _best(
+        text("linear", "sikf", "fastrpb"),
+        **{"max_length": 4096, "dim": 256, "layers": 4, "heads": 4, "mlp_dim": 512},
+        **{"filters": 256, "bias_reach": 16.0, "bias_envelope": True, "head_norm": True},
+        **{"dropout": 0.25, "weight_decay": 0.1, "validation": "train"},
+        **{"epochs": 18, "batch_size": 32, "learning_rate": 1e-3, "warmup": 400},
+    )
+
+
+def best_retrieval() -> RunConfig:
+    """Filters of 1 to 8 bytes; the head sees product and difference of the two documents."""
+    return _best(
+        retrieval("linear", "sikf", "fastrpb"),
+        **{"dim": 128, "layers": 4, "heads": 4, "mlp_dim": 256, "pairing": "interact"},
+        **{"filters": 128, "bias_reach": 8.0, "bias_envelope": True, "head_norm": True},
+        **{"dropout": 0.1, "weight_decay": 0.05, "eval_every": None},
+        **{"epochs": 6, "batch_size": 64, "learning_rate": 2e-3, "warmup": 300},
+    )
+
+
+def _best(config: RunConfig, **values: Any) -> RunConfig:
+    """What all of them share: no absolute positions, batch norm, the mean of all tokens."""
+    model = {"absolute": "none", "norm": "batch", "pooling": "mean", "attention_dropout": 0.0}
+    run = {"schedule": "cosine", "keep": "best", "precision": "bf16", "compile": True}
+    return override(config, {**model, **run, "beta2": 0.999, "eps": 1e-8, **values})
+
+
+BEST: dict[str, Callable[[], RunConfig]] = {
+    "mnist": best_mnist,
+    "text": best_text,
+    "retrieval": best_retrieval,
+}
 
 
 def best(task: str) -> RunConfig:
