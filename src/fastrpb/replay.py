@@ -5,7 +5,8 @@ compute them. Replayed, they are one.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -24,29 +25,37 @@ class Replayed:
 
     def __init__(self, function: Callable[..., Tensor]):
         self._function = function
-        self._seen: set[tuple[torch.Size, ...]] = set()
-        self._recorded: dict[tuple[torch.Size, ...], Callable[..., Tensor]] = {}
+        self._recorded: dict[tuple[torch.Size, ...], Callable[..., Tensor] | None] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         shapes = tuple(x.shape for x in inputs)
-        if shapes not in self._seen:
-            self._seen.add(shapes)
-            return self._function(*inputs)
         if shapes not in self._recorded:
-            self._recorded[shapes] = self._record(inputs)
-        return self._recorded[shapes](*inputs)
+            self._recorded[shapes] = None
+            return self._function(*inputs)
+        replay = self._recorded[shapes]
+        if replay is None:
+            replay = self._recorded[shapes] = self._record(inputs)
+        return replay(*inputs)
 
     def _record(self, inputs: tuple[Tensor, ...]) -> Callable[..., Tensor]:
         buffers = [torch.empty_like(x) for x in inputs]
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        # Not `torch.cuda.graph`: it empties the cache of the allocator each time.
+        torch.cuda.empty_cache()  # what the first call left there cannot be used in a recording
         graph.capture_begin(pool=self._pool)
         try:
             result = self._function(*buffers)
-        finally:
             graph.capture_end()
+        except RuntimeError as error:
+            with suppress(RuntimeError):  # it would hide what went wrong
+                graph.capture_end()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"the GPU cannot record a step: {reason}; begin again with --no-compile"
+            ) from error
 
         def replay(*inputs: Tensor) -> Tensor:
             for buffer, x in zip(buffers, inputs, strict=True):
@@ -59,13 +68,16 @@ class Replayed:
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """A stream other than the default one, which cannot be recorded; nothing without a GPU."""
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.cuda.current_stream(device)
-    stream = torch.cuda.Stream(device)
+    """A stream other than the default one, which cannot be recorded; the same in every call."""
+    before, stream = torch.cuda.current_stream(device), _stream(device)
     stream.wait_stream(before)
-    with torch.cuda.stream(stream):
-        yield
-    before.wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        before.wait_stream(stream)
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

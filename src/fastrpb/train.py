@@ -127,8 +127,7 @@ def train(
         log_with=list(trackers) or None,
         project_config=ProjectConfiguration(logging_dir=str(run.folder / "tensorboard")),
     )
-    device = accelerator.device
-    with clear_errors(config, accelerator), own_random_numbers(device), own_stream(device):
+    with clear_errors(config, accelerator), own_random_numbers(accelerator.device):
         # Made before the folder, so that a config that cannot be leaves none.
         trainer = _Trainer(config, run, accelerator, data, on_progress, on_validation)
         with run.locked() if accelerator.is_main_process else nullcontext():
@@ -192,9 +191,9 @@ class _Trainer:
             fused=accelerator.device.type in ("cpu", "cuda"),
         )
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
-        alone = accelerator.num_processes == 1  # gradients are not shared between launches
-        self.replays = config.compile and alone and accelerator.device.type == "cuda"
-        self.compute = Replayed(self._compute) if self.replays else self._compute
+        # Not where processes exchange gradients during a pass, or blocks are computed again.
+        usual = accelerator.num_processes == 1 and not config.model.checkpoint
+        self.replays = config.compile and usual and accelerator.device.type == "cuda"
         self.state = _State()
         self.best: dict[str, Tensor] = {}  # weights of the best validation, where they are kept
         self.saved: int | None = None
@@ -209,6 +208,12 @@ class _Trainer:
             torch.cuda.reset_peak_memory_stats()
         purge = {"tensorboard": {"purge_step": self.state.step + 1}}
         self.accelerator.init_trackers("fastrpb", init_kwargs=purge)
+        if not self.replays:
+            return self._run(self._compute)
+        with own_stream(self.accelerator.device):
+            return self._run(Replayed(self._compute))
+
+    def _run(self, compute: Callable[..., Tensor]) -> dict[str, Any]:
         stream = itertools.chain.from_iterable(itertools.repeat(self.batches))
         try:
             while True:
@@ -218,7 +223,7 @@ class _Trainer:
                     self._save()
                 if self.state.step == self.steps:
                     return self._finish()
-                self._train_step(next(stream))
+                self._train_step(next(stream), compute)
                 if self._due(_REPORT_EVERY):
                     self._report()
                 self._stop_if_asked()
@@ -247,7 +252,7 @@ class _Trainer:
             world_size=processes,
         )
 
-    def _train_step(self, batch: Batch) -> None:
+    def _train_step(self, batch: Batch, compute: Callable[..., Tensor]) -> None:
         config, state = self.config, self.state
         seed_from("step", config.seed, state.step, self.accelerator.process_index)
         rate = config.learning_rate_at(state.step + 1, self.steps)
@@ -262,7 +267,7 @@ class _Trainer:
             # The processes share their gradients once, after the last part.
             last = part is parts[-1]
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                values = self.compute(*to_device(part, self.accelerator.device, masked))
+                values = compute(*to_device(part, self.accelerator.device, masked))
             self.window.add(state.step, values / len(batch.labels))
         if config.clip is not None:
             self.accelerator.clip_grad_norm_(self.model.parameters(), config.clip)

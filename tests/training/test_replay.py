@@ -9,6 +9,7 @@ from fastrpb.config import override, preset, with_row
 from fastrpb.evaluate import build, classify
 from fastrpb.replay import Replayed, own_stream
 from fastrpb.train import train
+from runs import PAIRS_OF_PAPERS
 from samples import write_papers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -88,14 +89,20 @@ def test_every_cell_can_be_recorded(task, row, position):
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32")  # the compiler would like it, float32 is asked
-@pytest.mark.parametrize("parts", [1, 2])
-def test_replayed_it_learns_the_same(parts, tmp_path, monkeypatch):
+@pytest.mark.parametrize("changes", [{}, {"batch_size": 2, "accumulate": 2}])
+def test_replayed_it_learns_the_same(changes, tmp_path, monkeypatch):
     monkeypatch.setenv("FASTRPB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("fastrpb.train._LENGTHS", 4)
     write_papers(tmp_path / "aan")
-    values = {"layers": 1, "dim": 16, "mlp_dim": 16, "batch_size": 2, "max_length": 50, "steps": 6}
-    config = override(preset("retrieval"), {**values, "dropout": 0.0, "accumulate": parts})
+    config = override(preset("retrieval"), {**PAIRS_OF_PAPERS, "steps": 9, **changes})
     train(config, tmp_path / "plain", data_dir=tmp_path / "aan")
+    replays = []
+    original = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(
+        torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(original(graph))
+    )
     train(override(config, {"compile": True}), tmp_path / "fast", data_dir=tmp_path / "aan")
+    assert replays
     plain, fast = (load_file(tmp_path / x / "model.safetensors") for x in ("plain", "fast"))
     for name, x in plain.items():
-        torch.testing.assert_close(fast[name], x, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(fast[name], x, rtol=1e-3, atol=1e-4)

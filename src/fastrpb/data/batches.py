@@ -91,7 +91,7 @@ class Batches:
         self.rank, self.world_size = rank, world_size
         self.epoch = self.batch = 0
         self._longest = split.lengths.amax(1)
-        self.multiple = multiple
+        self.multiple, self._most = multiple, int(self._longest.max())
 
     def __len__(self) -> int:
         """The batches of an epoch."""
@@ -152,8 +152,8 @@ class Batches:
         return batches
 
     def _collate(self, rows: Tensor) -> Batch:
-        longest = -int(self._longest[rows].max()) // self.multiple * -self.multiple
-        length = min(longest, int(self._longest.max()))
+        longest = int(self._longest[rows].max())
+        length = min(-(-longest // self.multiple) * self.multiple, self._most)
         rows = rows[self.rank :: self.world_size]
         index = self.split.index[rows]
         if index.shape[1] == 1:
