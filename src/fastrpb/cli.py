@@ -420,7 +420,8 @@ def predict(
 @app.command()
 def report(
     runs: Annotated[
-        list[Path] | None, typer.Argument(help="Folders of runs, or that hold runs. Default: runs.")
+        list[Path] | None,
+        typer.Argument(help="Folders of runs, or that hold runs; files of records. Default: runs."),
     ] = None,
     *,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("report"),

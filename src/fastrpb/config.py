@@ -118,7 +118,9 @@ class RunConfig:
                 "give the length of the training as epochs or as steps, "
                 f"got epochs={self.epochs} and steps={self.steps}"
             )
-        for name in ("batch_size", "epochs", "steps", "eval_every", "save_every", "accumulate"):
+        for name in ("batch_size", "save_every", "accumulate"):
+            check_size(name, getattr(self, name))
+        for name in ("epochs", "steps", "eval_every"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
         for name in ("seed", "warmup"):
@@ -453,7 +455,7 @@ def from_json(content: str, where: object) -> RunConfig:
         model = values.pop("model")
         for given, kind in ((values, RunConfig), (model, ModelConfig)):
             _check_names(given, {f.name for f in fields(kind)})
-        if model.get("image") is not None:
+        if isinstance(model.get("image"), list):
             model["image"] = tuple(model["image"])
         return RunConfig(model=ModelConfig(**model), **values)
     except (TypeError, ValueError) as error:

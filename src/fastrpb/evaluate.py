@@ -214,8 +214,8 @@ def clear_errors(config: RunConfig, accelerator: Accelerator) -> Iterator[None]:
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             reason = str(error).strip().splitlines()[0]
             raise ValueError(
-                f"torch.compile cannot compile the model here: {reason}; begin again with "
-                "--no-compile"
+                f"torch.compile cannot compile the model here: {reason}; remove the run's folder "
+                "and begin again with --no-compile"
             ) from error
         if not isinstance(error, torch.OutOfMemoryError) and "alloc" not in str(error):
             raise

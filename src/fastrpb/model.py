@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise, repeat
-from math import pi
+from math import inf, pi
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -52,9 +52,10 @@ BiasInit = Literal["local", "normal", "zero"]
 ON_LOGITS = ("rpe", "t5", "alibi")
 _ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _SIZES = (
-    *("vocab_size", "max_length", "num_classes", "dim", "layers", "heads", "width", "mlp"),
-    *("num_filters", "nu", "num_features", "realizations", "sines", "kernel_size"),
+    *("vocab_size", "max_length", "num_classes", "dim", "layers", "heads", "qkv_dim", "mlp_dim"),
+    *("filters", "nu", "num_features", "realizations", "sines", "kernel_size"),
 )
+_BY_DEFAULT = ("qkv_dim", "mlp_dim", "filters")  # None: another size decides
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
         ):
             check_choice(name, getattr(self, name), get_args(kind))
         for name in _SIZES:
-            check_size(name, getattr(self, name))
+            if name not in _BY_DEFAULT or getattr(self, name) is not None:
+                check_size(name, getattr(self, name))
         for name in ("causal", "checkpoint", "bias_envelope", "head_norm", "tied_dropout"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be true or false")
@@ -156,8 +158,8 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
             check_number(name, getattr(self, name))
         if not 1 <= self.bias_reach <= 1e9:
             raise ValueError(f"bias_reach={self.bias_reach} must be from 1 to 1e9 tokens")
-        if self.bias_threshold < 0:
-            raise ValueError(f"bias_threshold={self.bias_threshold} must be at least 0")
+        if not 0 <= self.bias_threshold < inf:
+            raise ValueError(f"bias_threshold={self.bias_threshold} must be from 0 to below inf")
         if self.position == "fastrpb2d":
             self._check_image()
 

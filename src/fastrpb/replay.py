@@ -54,7 +54,8 @@ class Replayed:
                 raise
             reason = str(error).strip().splitlines()[0]
             raise ValueError(
-                f"the GPU cannot record a step: {reason}; begin again with --no-compile"
+                f"the GPU cannot record a step: {reason}; remove the run's folder and begin again "
+                "with --no-compile"
             ) from error
 
         def replay(*inputs: Tensor) -> Tensor:

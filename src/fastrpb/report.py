@@ -64,7 +64,7 @@ def write_report(
     """Write the page, the tables and the figures of some runs; gives the page's path.
 
     Args:
-        folders: of runs, or folders that hold runs and their results.jsonl.
+        folders: of runs, folders that hold runs and their results.jsonl, or such files.
         out: the folder to write to.
         pixel: row and column of the pixel in the pictures of images, where it must lie inside all;
             default: 12, 10 as in the paper, or the nearest. The page lets one pick others.
@@ -109,11 +109,12 @@ def collect(folders: Iterable[str | Path]) -> list[Entry]:
     """The runs of some folders, by name: finished ones, and those that are still trained."""
     entries: dict[tuple[str, str], Entry] = {}
     for folder in map(shipped_or, folders):
-        if not folder.is_dir():
+        if not folder.exists():
             raise ValueError(f"there is no folder {folder}")
-        found = list(_entries(folder))
+        found = list(_entries(folder) if folder.is_dir() else _recorded(folder))
         if not found:
-            raise ValueError(f"{folder} has no runs and no results.jsonl")
+            what = "runs and no results.jsonl" if folder.is_dir() else "records of runs"
+            raise ValueError(f"{folder} has no {what}")
         for entry in found:
             # Finished, a run is its config; unfinished, its folder.
             where = "" if entry.record or not entry.run else str(entry.run.folder.resolve())
@@ -138,12 +139,15 @@ def _entries(folder: Path) -> Iterator[Entry]:
             name = record["name"] if record else path.resolve().name
             yield Entry(name, asdict(run.config()), record, run)
     if not alone:
-        for number, record in enumerate(read_lines(folder / "results.jsonl"), 1):
-            missing = {"name", "config", "metrics", "seconds", "peak_memory_bytes"} - set(record)
-            if missing or not isinstance(record["config"].get("model"), dict):
-                where = folder / "results.jsonl"
-                raise ValueError(f"{where}: line {number} is no record of a run; remove it")
-            yield Entry(record["name"], record["config"], record, None)
+        yield from _recorded(folder / "results.jsonl")
+
+
+def _recorded(file: Path) -> Iterator[Entry]:
+    for number, record in enumerate(read_lines(file), 1):
+        missing = {"name", "config", "metrics", "seconds", "peak_memory_bytes"} - set(record)
+        if missing or not isinstance(record["config"].get("model"), dict):
+            raise ValueError(f"{file}: line {number} is no record of a run; remove it")
+        yield Entry(record["name"], record["config"], record, None)
 
 
 def tables_of(records: Sequence[dict[str, Any]]) -> list[Table]:

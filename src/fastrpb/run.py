@@ -48,6 +48,8 @@ class Run:
         return self.config_file.exists()
 
     def config(self) -> RunConfig:
+        if str(self.folder) in shipped() and not self.folder.exists():
+            raise self._not_ours()
         if not self.folder.exists():
             known = ", ".join(shipped())
             raise ValueError(
@@ -80,12 +82,15 @@ class Run:
                 "resume without these changes, or begin another run"
             )
 
+    def _not_ours(self) -> ValueError:
+        name = self.folder.name
+        return ValueError(f"{name} comes with the package; train your own: --config {name}")
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Alone in the folder, over all processes; given back even if the process is killed."""
         if SHIPPED in self.folder.resolve().parents:
-            name = self.folder.name
-            raise ValueError(f"{name} comes with the package; train your own: --config {name}")
+            raise self._not_ours()
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(self.folder / "lock", timeout=0):
@@ -181,7 +186,10 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSONL file; a last line that was cut short is left out."""
     if not path.exists():
         return
-    lines = path.read_text().splitlines()
+    try:
+        lines = path.read_text().splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no file of records: it is not text") from None
     for number, line in enumerate(lines, 1):
         try:
             value = json.loads(line)

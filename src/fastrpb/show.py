@@ -72,8 +72,9 @@ class Display:
 
 def in_words(progress: "train.Progress") -> str:
     minutes, seconds = divmod(round(progress.seconds_left), 60)
+    left = f"{minutes}:{seconds:02} left" if progress.step < progress.steps else "evaluating"
     return (
-        f"{minutes}:{seconds:02} left  step {progress.step}/{progress.steps}  "
+        f"{left}  step {progress.step}/{progress.steps}  "
         f"loss {progress.loss:.4f}  accuracy {progress.accuracy:.1%}  "
         f"{progress.tokens_per_second:,.0f} tokens/s"
     )

@@ -230,6 +230,11 @@ class _Trainer:
         except _Stop as stop:
             self._save()
             raise Interruption(self.state.step, self.steps, stop.number) from None
+        except RuntimeError:
+            # A compiler is a process of its own, and a terminal's Ctrl-C ends it too.
+            if not self.signals:
+                raise
+            raise Interruption(self.saved or 0, self.steps, self.signals[0]) from None
 
     def _due(self, every: int) -> bool:
         return self.state.step % every == 0 or self.state.step == self.steps

@@ -157,7 +157,7 @@ def test_buckets_save_padding():
 
 def test_impossible_batches():
     split = texts([1, 2, 3])
-    with pytest.raises(ValueError, match=r"batch_size=3 must be .* a multiple of the 2 processes"):
+    with pytest.raises(ValueError, match=r"batch_size=3 must be a multiple of the 2 processes"):
         Batches(split, 3, pad_id=PAD, world_size=2)
     with pytest.raises(ValueError, match="rank=2 must be from 0 to world_size-1 = 1"):
         Batches(split, 2, pad_id=PAD, rank=2, world_size=2)

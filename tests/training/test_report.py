@@ -221,11 +221,23 @@ def test_two_set_ups_of_a_task_are_two_tables(runs, tmp_path):
     assert "<h2>digits 2</h2>" in content
 
 
+def test_a_file_of_records(runs):
+    names = {entry.name for entry in collect([runs]) if entry.record}
+    assert names
+    assert {entry.name for entry in collect([runs / "results.jsonl"])} == names
+
+
 def test_bad_input(tmp_path):
     with pytest.raises(ValueError, match="there is no folder"):
         collect([tmp_path / "none"])
     with pytest.raises(ValueError, match=r"has no runs and no results.jsonl"):
         collect([tmp_path])
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match=r"empty.jsonl has no records of runs"):
+        collect([tmp_path / "empty.jsonl"])
+    (tmp_path / "weights").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="weights is no file of records: it is not text"):
+        collect([tmp_path / "weights"])
     (tmp_path / "results.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match=r"results.jsonl: line 1 is no record of a run"):
         collect([tmp_path])

@@ -159,6 +159,26 @@ def test_a_signal_saves_and_names_the_resume_command(small, tmp_path, number):
     assert_same(weights(tmp_path / "whole"), weights(folder))
 
 
+def test_a_signal_that_also_ends_the_compiler(small, tmp_path, monkeypatch):
+    """It goes to all processes of a terminal: what fails then is not the compiler's fault."""
+    config, folder, calls = small(steps=9, save_every=4), tmp_path / "run", []
+
+    def compile_here(*inputs):
+        calls.append(inputs)
+        if len(calls) < 7:
+            return classify(*inputs)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise InductorError(RuntimeError("C++ compile error"), None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fastrpb.train.classify", compile_here)
+        with pytest.raises(Interruption, match="stopped at step 4 of 9, and saved"):
+            train(config, folder, cpu=True)
+    train(config, folder, cpu=True)
+    train(config, tmp_path / "whole", cpu=True)
+    assert_same(weights(tmp_path / "whole"), weights(folder))
+
+
 def test_a_signal_in_a_validation_loses_nothing(small, tmp_path):
     config, folder = small(steps=20, eval_every=10, keep="best"), tmp_path / "run"
     armed = [True]
@@ -401,7 +421,9 @@ def test_without_a_compiler(small, tmp_path, monkeypatch):
         raise InductorError(FileNotFoundError("no compiler"), None)
 
     monkeypatch.setattr("fastrpb.train.classify", compile_here)
-    words = "cannot compile the model here: FileNotFoundError: no compiler; begin again with --no-"
+    words = (
+        "here: FileNotFoundError: no compiler; remove the run's folder and begin again with --no-"
+    )
     with pytest.raises(ValueError, match=words):
         train(small(steps=1), tmp_path / "run", cpu=True)
 

@@ -95,6 +95,7 @@ def test_train_evaluate_resume_and_config(run, tmp_path):
         (["train", "digits", "--steps", "0"], "steps=0 must be at least 1"),
         (["train", "text", "--data-dir", "nowhere"], "there is no folder nowhere"),
         (["train", "--config", "none.json"], "cannot read the config none.json"),
+        (["train", "--resume", "mnist"], "mnist comes with the package; train your own: --config"),
         (["train", "--resume", "nowhere"], "there is no folder nowhere; the package has"),
         (["train", "digits", "--best"], "best set-up for mnist"),
         (["train", "--config", "none.json", "--best"], "leave --config out"),

@@ -67,14 +67,14 @@ class Batches:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
+        check_size("batch_size", batch_size)
         check_size("pool", pool)
         check_size("multiple", multiple)
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} must be from 0 to world_size-1 = {world_size - 1}")
-        if batch_size < 1 or batch_size % world_size:
+        if batch_size % world_size:
             raise ValueError(
-                f"batch_size={batch_size} must be at least 1 and a multiple of the {world_size} "
-                "processes"
+                f"batch_size={batch_size} must be a multiple of the {world_size} processes"
             )
         if not 0 <= pad_id <= 255:
             raise ValueError(f"pad_id={pad_id} must be a token, from 0 to 255")
