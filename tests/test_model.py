@@ -414,7 +414,7 @@ def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
         ({"position": "fastrpb2d", "image": (5, 5)}, "5×5 has 25 pixels, but max_length=24"),
         ({"position": "fastrpb2d", "causal": True, "pooling": "mean"}, "cannot be causal"),
         ({"layers": 0}, "layers=0"),
-        ({"qkv_dim": 0}, "width=0"),
+        ({"qkv_dim": 0}, "qkv_dim=0"),
         ({"mlp_dim": 0}, "mlp=0"),
         ({"kernel_size": 0}, "kernel_size=0"),
         ({"dropout": 1.0}, "dropout=1.0"),
