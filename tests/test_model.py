@@ -415,7 +415,7 @@ def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
         ({"position": "fastrpb2d", "causal": True, "pooling": "mean"}, "cannot be causal"),
         ({"layers": 0}, "layers=0"),
         ({"qkv_dim": 0}, "qkv_dim=0"),
-        ({"mlp_dim": 0}, "mlp=0"),
+        ({"mlp_dim": 0}, "mlp_dim=0"),
         ({"kernel_size": 0}, "kernel_size=0"),
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"causal": True}, "CLS token comes first and sees nothing"),
