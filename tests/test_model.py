@@ -171,25 +171,6 @@ def test_a_head_that_norms_what_is_pooled():
     assert pairs.head[0].num_features == 64
 
 
-def test_tied_dropout_takes_whole_channels():
-    """Of embeddings, attention layers and MLPs: none of them drops a channel of some tokens."""
-    seen = []
-    model = Classifier(config(tied_dropout=True, dropout=0.5, pooling="mean"))
-    drops = [part for part in model.modules() if isinstance(part, torch.nn.Dropout)]
-    assert len(drops) == 1 + 2 * model.config.layers
-    for part in drops:
-        part.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0], output)))
-    inputs = batch()
-    model(*inputs)
-    assert len(seen) == 1 + 3 * model.config.layers
-    for x, y in seen:
-        kept = (y != 0).any(1, keepdim=True)
-        assert 0 < kept.float().mean() < 1
-        torch.testing.assert_close(y, 2 * x * kept)
-    model.eval()
-    assert torch.equal(model(*inputs), model(*inputs))
-
-
 def test_smooth_embeddings_of_near_ids_are_alike():
     sizes = {"vocab_size": 256, "dim": 512, "heads": 1, "filters": None}
     plain = config(**sizes, absolute="none", embedding_init="smooth")

@@ -17,22 +17,6 @@ from fastrpb.bias import BiasState, FastRPB
 from fastrpb.bias2d import FastRPB2d
 
 
-class TiedDropout(nn.Dropout):
-    """Dropout of whole channels of a sequence (batch, length, dim): alike for all its tokens.
-
-    What is drawn for every token by itself nearly averages out where tokens are pooled.
-
-    >>> y = TiedDropout(0.5)(torch.ones(2, 9, 4))
-    >>> torch.equal(y, y[:, :1].expand(2, 9, 4))
-    True
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training or not self.p:
-            return input
-        return input * super().forward(torch.ones_like(input[:, :1]))
-
-
 class SoftmaxAttention(nn.Module):
     """`softmax_attention` with its settings; `logits(q, k)` gives relative positions."""
 

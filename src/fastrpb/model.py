@@ -24,7 +24,7 @@ from fastrpb.bias2d import FastRPB2d, Kind
 from fastrpb.checks import check_choice, check_mask, check_number, check_size, check_tensor
 from fastrpb.features import DPFP, FavorPlus, elu1, relu, sikf
 from fastrpb.files import read_tensors, write_tensors
-from fastrpb.layers import LinearAttention, SelfAttention, SoftmaxAttention, Stream, TiedDropout
+from fastrpb.layers import LinearAttention, SelfAttention, SoftmaxAttention, Stream
 from fastrpb.norms import BatchNorm, LayerNorm, PooledNorm
 from fastrpb.positions import (
     ALiBi,
@@ -107,7 +107,6 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
     sines: Annotated[int, "of sinespe"] = 10
     kernel_size: Annotated[int, "of convspe"] = 128
     dropout: Annotated[float, "of embeddings, attention layers and MLPs"] = 0.1
-    tied_dropout: Annotated[bool, "drop whole channels of a sequence, not of each token"] = False
     attention_dropout: Annotated[
         float, "of softmax attention; linear attention has no weights to drop"
     ] = 0.0
@@ -130,7 +129,7 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
         for name in _SIZES:
             if name not in _BY_DEFAULT or getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
-        for name in ("causal", "checkpoint", "bias_envelope", "head_norm", "tied_dropout"):
+        for name in ("causal", "checkpoint", "bias_envelope", "head_norm"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be true or false")
         for name in ("dropout", "attention_dropout", "bias_dropout"):
@@ -221,10 +220,10 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(
             nn.Linear(config.dim, config.mlp),
             nn.GELU(),
-            _dropout(config),
+            nn.Dropout(config.dropout),
             nn.Linear(config.mlp, config.dim),
         )
-        self.dropout = _dropout(config)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, stream: Stream | None = None
@@ -243,7 +242,7 @@ class Encoder(nn.Module):
         reset_embedding(self.embedding, config)
         self.cls = nn.Parameter(torch.zeros(config.dim)) if _prefix(config) else None
         self.positions = _absolute(config)
-        self.dropout = _dropout(config)
+        self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.dim)
         # By these two names Transformers switches it on and off.
@@ -452,10 +451,6 @@ def head(*sizes: int, norm: bool) -> nn.Sequential:
 
 def _prefix(config: ModelConfig) -> int:
     return 1 if config.pooling == "cls" else 0
-
-
-def _dropout(config: ModelConfig) -> nn.Module:
-    return (TiedDropout if config.tied_dropout else nn.Dropout)(config.dropout)
 
 
 def _attend(config: ModelConfig) -> nn.Module:
