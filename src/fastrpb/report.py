@@ -33,6 +33,7 @@ from fastrpb.files import replacing, shipped_or
 from fastrpb.run import Run, read_lines, same_config
 
 _PIXEL = (12, 10)  # the paper's
+_OF_A_CELL = ("attention", "features", "position", "absolute", "learning_rate", "seed")
 _MOST_WEIGHTS = 2_000_000  # of a page: beyond, a run shows its first heads alone
 
 
@@ -90,12 +91,13 @@ def write_report(
     records = [entry.record for entry in entries if entry.record]
     finished = {t: [e.record for e in group if e.record] for t, group in groups.items()}
     tables = {title: tables_of(group) for title, group in finished.items() if group}
-    _write(out / "tables.md", _document(tables, MARKDOWN))
-    _write(out / "tables.tex", _document(tables, LATEX))
+    notes = _notes(groups)
+    _write(out / "tables.md", _document(tables, notes, MARKDOWN))
+    _write(out / "tables.tex", _document(tables, notes, LATEX))
     page = Template(files("fastrpb").joinpath("report.html").read_text()).substitute(
         title=html.escape("fastrpb: " + (", ".join(groups) or "runs")),
         facts=html.escape(_facts(records)),
-        tables=_document({html.escape(title): x for title, x in tables.items()}, HTML),
+        tables=_document(tables, notes, HTML),
         curves=_section("Training", curves, out),
         scaling=_section("Time and memory", scaling, out),
         runs=_runs(entries),
@@ -220,22 +222,27 @@ def as_html(table: Table) -> str:
 
 
 class Form(NamedTuple):
-    """How a document is written: the heading of a set-up, a word on its tables, a table."""
+    """How a document is written: the heading of a set-up, a word on its tables, a table, words."""
 
     heading: str
     note: str
     table: Callable[[Table], str]
+    words: Callable[[str], str] = str
 
 
 _NOTE = "Mean ± standard deviation over the seeds; best bold, second {}underlined."
-MARKDOWN = Form("# {}\n", _NOTE.format("") + "\n", as_markdown)
-LATEX = Form("% {}\n", "% " + _NOTE.format("double-") + "\n", as_latex)
-HTML = Form("<h2>{}</h2>", f"<p>{_NOTE.format('double-')}</p>", as_html)
+MARKDOWN = Form("# {}\n", _NOTE.format("") + "{}\n", as_markdown)
+LATEX = Form("% {}\n", "% " + _NOTE.format("double-") + "{}\n", as_latex)
+HTML = Form("<h2>{}</h2>", f"<p>{_NOTE.format('double-')}{{}}</p>", as_html, html.escape)
 
 
-def _document(tables: dict[str, list[Table]], form: Form) -> str:
+def _document(tables: dict[str, list[Table]], notes: dict[str, str], form: Form) -> str:
     parts = [
-        (form.heading.format(title), form.note, *map(form.table, group))
+        (
+            form.heading.format(form.words(title)),
+            form.note.format(form.words(notes[title])),
+            *map(form.table, group),
+        )
         for title, group in tables.items()
     ]
     return "\n".join(line for part in parts for line in part)
@@ -268,6 +275,19 @@ def set_ups(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
         number = 1 + sum(other[0].config["task"] == task for other in titles.values())
         titles[task if number == 1 else f"{task} {number}"] = group
     return titles
+
+
+def _notes(groups: dict[str, list[Entry]]) -> dict[str, str]:
+    """In what the second and further set-ups of a task differ from its first."""
+    notes, first = {}, {}
+    for title, group in groups.items():
+        config = completed(group[0].config)
+        fields = {**config.pop("model"), **config}
+        before = first.setdefault(fields["task"], fields)
+        shown = [x for x in fields if x not in _OF_A_CELL and fields[x] != before.get(x)]
+        changes = ", ".join(f"{x} {before.get(x)} → {fields[x]}" for x in shown)
+        notes[title] = f" Unlike {fields['task']}: {changes}." if changes else ""
+    return notes
 
 
 def _cell_name(config: dict[str, Any]) -> str:

@@ -219,6 +219,8 @@ def test_two_set_ups_of_a_task_are_two_tables(runs, tmp_path):
     content = write_report([runs, tmp_path / "other"], tmp_path / "report").read_text()
     assert "<h2>digits</h2>" in content
     assert "<h2>digits 2</h2>" in content
+    (note,) = re.findall(r"Unlike digits: (.*)\.</p>", content)
+    assert note == "layers 2 → 1, steps 20 → 2, eval_every 10 → None"
 
 
 def test_a_file_of_records(runs):
