@@ -1,7 +1,11 @@
-"""Processes that start in no time, from a server that has imported what they need."""
+"""Processes that start in no time, and signals that let a process finish what it does."""
 
 import multiprocessing
 import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
 
 
@@ -15,3 +19,24 @@ def fresh_processes(module: str) -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])
     return context
+
+
+@contextmanager
+def caught_signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM as numbers in a list, to be looked at; the second ends at once."""
+    caught: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield caught  # only the main thread gets signals
+        return
+
+    def note(number: int, _: object) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

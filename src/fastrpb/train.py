@@ -9,7 +9,6 @@ what it would have computed uninterrupted, bit for bit on the CPU.
 import itertools
 import math
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -53,6 +52,7 @@ from fastrpb.evaluate import (
     under,
 )
 from fastrpb.model import save_model
+from fastrpb.processes import caught_signals
 from fastrpb.replay import Replayed, own_stream
 from fastrpb.run import Run, peak_memory, provenance
 
@@ -135,7 +135,7 @@ def train(
             if finished is not None:
                 return finished
             try:
-                with _caught_signals() as trainer.signals:
+                with caught_signals() as trainer.signals:
                     return trainer.fit()
             finally:
                 accelerator.end_training()
@@ -504,27 +504,6 @@ class _Stop(Exception):  # noqa: N818
 
 # State dicts that are gathered from all processes, on the CPU of the first; empty on the others.
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-@contextmanager
-def _caught_signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM as numbers in a list, to be looked at; the second ends at once."""
-    caught: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield caught  # only the main thread gets signals
-        return
-
-    def note(number: int, _: object) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _compile(model: Any, config: RunConfig) -> None:
