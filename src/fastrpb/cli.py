@@ -50,6 +50,9 @@ DataDir = Annotated[
     Path | None,
     typer.Option(help="Folder that has the files. Default: FASTRPB_DATA, else the Hub."),
 ]
+Strongest = Annotated[
+    bool, typer.Option("--best", help="The strongest set-up found, instead of the paper's.")
+]
 Cpu = Annotated[bool, typer.Option("--cpu", help="Stay on the CPU even where there is a GPU.")]
 Metric = Annotated[Literal["accuracy", "f1"], typer.Option(help="On test, in per cent.")]
 
@@ -203,9 +206,7 @@ def train(
         Path | None, typer.Option(help="A config.json, or the folder of a run, instead of TASK.")
     ] = None,
     resume: Annotated[Path | None, typer.Option(help="The folder of a run to go on with.")] = None,
-    strongest: Annotated[
-        bool, typer.Option("--best", help="The strongest set-up found, instead of the paper's.")
-    ] = False,
+    strongest: Strongest = False,
     out: Annotated[Path | None, typer.Option(help="Folder of the run. Default: in runs/.")] = None,
     data_dir: DataDir = None,
     trackers: Annotated[
@@ -317,6 +318,7 @@ def sweep(
     config: Annotated[
         Path | None, typer.Option(help="A config.json, or the folder of a run, instead of TASK.")
     ] = None,
+    strongest: Strongest = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the study, shared by its workers.")
     ] = None,
@@ -338,7 +340,7 @@ def sweep(
     from fastrpb.train import Interruption
 
     _alone("sweep")
-    resolved = _resolve(task, config, values)
+    resolved = _resolve(task, config, values, strongest)
     folder = out or Path("runs", f"sweep-{resolved.name}")
     try:
         with Display() as display:
@@ -483,7 +485,7 @@ def export(
 
 
 def _resolve(
-    task: str | None, config: Path | None, values: dict[str, Any], strongest: bool = False
+    task: str | None, config: Path | None, values: dict[str, Any], strongest: bool
 ) -> RunConfig:
     """The config of a task's preset, or of a file, with the options in place of its values."""
     if strongest and config is not None:

@@ -111,6 +111,7 @@ def test_train_evaluate_resume_and_config(run, tmp_path):
         (["compare", "digits", "--jobs", "0"], "'--jobs'"),
         (["sweep", "digits", "--low", "1", "--high", "0.1"], "low=1 and high=0.1"),
         (["sweep"], "give one of TASK"),
+        (["sweep", "digits", "--best"], "best set-up for mnist"),
     ],
 )
 def test_bad_input_is_one_sentence(run, tmp_path, arguments, message):
