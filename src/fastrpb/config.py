@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 from fastrpb.checks import check_choice, check_size, nearest
 from fastrpb.data import TASKS, task
 from fastrpb.files import shipped_or
-from fastrpb.model import Attention, Features, ModelConfig, Position
+from fastrpb.model_config import Attention, Features, ModelConfig, Position
 
 Schedule = Literal["constant", "linear", "cosine", "rsqrt"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -413,10 +413,9 @@ def _lra(name: str, model: ModelConfig, **values: Any) -> RunConfig:
     return RunConfig(name, model, **shared, **values)
 
 
-def flat(config: RunConfig) -> dict[str, Any]:
-    """The fields of the run and of its model in one dict, as JSON has them."""
-    values = json.loads(json.dumps(asdict(config)))
-    return {**values.pop("model"), **values}
+def flat(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a config as JSON has it, those of the run and of its model in one dict."""
+    return {**config["model"], **{name: x for name, x in config.items() if name != "model"}}
 
 
 def completed(config: dict[str, Any]) -> dict[str, Any]:
@@ -438,8 +437,17 @@ def differences(saved: RunConfig, asked: RunConfig) -> list[str]:
     >>> differences(preset("digits"), override(preset("digits"), {"seed": 1}))
     ['seed 0 → 1']
     """
-    old, new = flat(saved), flat(asked)
-    return [f"{name} {old[name]} → {new[name]}" for name in old if old[name] != new[name]]
+    old, new = (flat(json.loads(to_json(config))) for config in (saved, asked))
+    return changes(old, new)
+
+
+def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """The same of `flat` configs.
+
+    >>> changes({"seed": 0, "layers": 2}, {"seed": 0, "layers": 3})
+    ['layers 2 → 3']
+    """
+    return [f"{name} {old.get(name)} → {x}" for name, x in new.items() if old.get(name) != x]
 
 
 def to_json(config: RunConfig) -> str:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fastrpb import figures
 from fastrpb.compare import Cells, cells, lines, on_test
-from fastrpb.config import COLUMNS, ROWS, completed
+from fastrpb.config import COLUMNS, ROWS, changes, completed, flat
 from fastrpb.evaluate import load_run
 from fastrpb.files import replacing, shipped_or
 from fastrpb.run import Run, read_lines, same_config
@@ -222,12 +222,12 @@ def as_html(table: Table) -> str:
 
 
 class Form(NamedTuple):
-    """How a document is written: the heading of a set-up, a word on its tables, a table, words."""
+    """How a document is written: the heading of a set-up, a word on its tables, a table."""
 
     heading: str
     note: str
     table: Callable[[Table], str]
-    words: Callable[[str], str] = str
+    escape: Callable[[str], str] = str
 
 
 _NOTE = "Mean ± standard deviation over the seeds; best bold, second {}underlined."
@@ -239,8 +239,8 @@ HTML = Form("<h2>{}</h2>", f"<p>{_NOTE.format('double-')}{{}}</p>", as_html, htm
 def _document(tables: dict[str, list[Table]], notes: dict[str, str], form: Form) -> str:
     parts = [
         (
-            form.heading.format(form.words(title)),
-            form.note.format(form.words(notes[title])),
+            form.heading.format(form.escape(title)),
+            form.note.format(form.escape(notes[title])),
             *map(form.table, group),
         )
         for title, group in tables.items()
@@ -281,12 +281,11 @@ def _notes(groups: dict[str, list[Entry]]) -> dict[str, str]:
     """In what the second and further set-ups of a task differ from its first."""
     notes, first = {}, {}
     for title, group in groups.items():
-        config = completed(group[0].config)
-        fields = {**config.pop("model"), **config}
-        before = first.setdefault(fields["task"], fields)
-        shown = [x for x in fields if x not in _OF_A_CELL and fields[x] != before.get(x)]
-        changes = ", ".join(f"{x} {before.get(x)} → {fields[x]}" for x in shown)
-        notes[title] = f" Unlike {fields['task']}: {changes}." if changes else ""
+        fields = flat(completed(group[0].config))
+        shown = {name: x for name, x in fields.items() if name not in _OF_A_CELL}
+        before = first.setdefault(fields["task"], shown)
+        changed = ", ".join(changes(before, shown))
+        notes[title] = f" Unlike {fields['task']}: {changed}." if changed else ""
     return notes
 
 

@@ -48,9 +48,9 @@ class Run:
         return self.config_file.exists()
 
     def config(self) -> RunConfig:
-        if str(self.folder) in shipped() and not self.folder.exists():
-            raise self._not_ours()
         if not self.folder.exists():
+            if str(self.folder) in shipped():
+                raise self._not_ours()
             known = ", ".join(shipped())
             raise ValueError(
                 f"there is no folder {self.folder}; the package has models of: {known}"
