@@ -22,6 +22,7 @@ CORE = [
     "positions",
     "norms",
     "layers",
+    "model_config",
     "model",
     "nn",
 ]

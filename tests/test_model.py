@@ -17,7 +17,7 @@ from fastrpb import (
     save_model,
 )
 from fastrpb.layers import Stream
-from fastrpb.model import ON_LOGITS
+from fastrpb.model_config import ON_LOGITS
 
 SMALL = {
     "vocab_size": 11,

@@ -16,11 +16,11 @@ from fastrpb.features import DPFP, FavorPlus, elu1, relu, sikf
 from fastrpb.model import (
     Classifier,
     LanguageModel,
-    ModelConfig,
     PairClassifier,
     load_model,
     save_model,
 )
+from fastrpb.model_config import ModelConfig
 from fastrpb.positions import (
     ALiBi,
     ConvSPE,

@@ -32,7 +32,7 @@ from fastrpb.config import (
     preset,
 )
 from fastrpb.data import TASKS, DataError, load
-from fastrpb.model import ModelConfig
+from fastrpb.model_config import ModelConfig
 
 # Commands import what they need, so that the others start quickly and without its packages.
 # ruff: noqa: PLC0415

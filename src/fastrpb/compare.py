@@ -18,7 +18,7 @@ import torch
 
 from fastrpb.checks import check_choice
 from fastrpb.config import COLUMNS, ROWS, RunConfig, override, preset, row, with_row
-from fastrpb.model import Position
+from fastrpb.model_config import Position
 from fastrpb.processes import fresh_processes
 from fastrpb.run import BusyError, Run, read_lines, same_config
 from fastrpb.train import Interruption, Progress, train

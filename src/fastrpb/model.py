@@ -6,12 +6,12 @@ A `ModelConfig` names the parts; `_attend`, `_encoding` and `_bias` make objects
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from itertools import pairwise, repeat
-from math import inf, pi
+from math import pi
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from fastrpb import init
 from fastrpb.attention import Phi
 from fastrpb.bias import FastRPB
-from fastrpb.bias2d import FastRPB2d, Kind
-from fastrpb.checks import check_choice, check_mask, check_number, check_size, check_tensor
+from fastrpb.bias2d import FastRPB2d
+from fastrpb.checks import check_mask, check_tensor
 from fastrpb.features import DPFP, FavorPlus, elu1, relu, sikf
 from fastrpb.files import read_tensors, write_tensors
 from fastrpb.layers import LinearAttention, SelfAttention, SoftmaxAttention, Stream
+from fastrpb.model_config import ModelConfig
 from fastrpb.norms import BatchNorm, LayerNorm, PooledNorm
 from fastrpb.positions import (
     ALiBi,
@@ -37,168 +38,7 @@ from fastrpb.positions import (
     T5Bias,
 )
 
-Attention = Literal["softmax", "linear"]
-Features = Literal["sikf", "elu1", "relu", "dpfp", "favor"]
-Position = Literal[
-    "none", "fastrpb", "fastrpb2d", "sinespe", "convspe", "rope", "rpe", "t5", "alibi"
-]
-Absolute = Literal["none", "learned", "sinusoidal"]
-Pooling = Literal["cls", "mean"]
-Pairing = Literal["concat", "interact"]
-Norm = Literal["layer", "batch"]
-EmbeddingInit = Literal["normal", "smooth"]
-BiasInit = Literal["local", "normal", "zero"]
-
-ON_LOGITS = ("rpe", "t5", "alibi")
 _ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_SIZES = (
-    *("vocab_size", "max_length", "num_classes", "dim", "layers", "heads", "qkv_dim", "mlp_dim"),
-    *("filters", "nu", "num_features", "realizations", "sines", "kernel_size"),
-)
-_BY_DEFAULT = ("qkv_dim", "mlp_dim", "filters")  # None: another size decides
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Everything that decides a model's shape. Impossible combinations raise.
-
-    >>> ModelConfig(vocab_size=256, max_length=1024, attention="linear", position="rpe")
-    Traceback (most recent call last):
-    ...
-    ValueError: position='rpe' adds to the logits of softmax attention, which linear attention \
-never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='softmax'
-    """
-
-    vocab_size: int
-    max_length: Annotated[int, "tokens, CLS not counted"]
-    num_classes: int = 2
-    dim: Annotated[int, "width of the residual stream"] = 256
-    layers: Annotated[int, "blocks of attention and MLP"] = 4
-    heads: Annotated[int, "of the attention"] = 8
-    qkv_dim: Annotated[int | None, "default: dim"] = None
-    mlp_dim: Annotated[int | None, "default: 4·dim"] = None
-    attention: Annotated[Attention, "kind of attention"] = "linear"
-    features: Annotated[Features, "of linear attention"] = "sikf"
-    position: Annotated[Position, "relative positions of every layer"] = "fastrpb"
-    absolute: Annotated[Absolute, "positions added to the embedding"] = "learned"
-    pooling: Annotated[Pooling, "what is classified: a CLS token, or the mean"] = "cls"
-    pairing: Annotated[
-        Pairing, "of retrieval's two vectors: they alone, or also product and difference"
-    ] = "concat"
-    head_norm: Annotated[bool, "of classifiers: batch norm of what is pooled"] = False
-    norm: Annotated[Norm, "before attention and MLP, over channels or over the batch"] = "layer"
-    embedding_init: Annotated[
-        EmbeddingInit, "first embeddings: independent, or alike for near ids as of grey levels"
-    ] = "normal"
-    causal: Annotated[bool, "each token sees the earlier ones alone"] = False
-    image: Annotated[tuple[int, int] | None, "height and width, for fastrpb2d"] = None
-    bias_kind: Annotated[Kind, "of fastrpb2d"] = "additive"
-    bias_init: Annotated[BiasInit, "first weights of the bias"] = "local"
-    bias_reach: Annotated[float, "longest scale of local init and envelope, in tokens"] = 16.0
-    bias_envelope: Annotated[
-        bool, "weights of the bias fade with distance, by the scales of local init"
-    ] = False
-    bias_dropout: Annotated[float, "of the weights of the bias"] = 0.0
-    bias_threshold: Annotated[float, "soft threshold of the weights of the bias"] = 0.0
-    filters: Annotated[int | None, "of the bias: a divisor of the width; default: heads"] = None
-    nu: Annotated[int, "of dpfp"] = 1
-    num_features: Annotated[int, "of favor"] = 128
-    realizations: Annotated[int, "of sinespe and convspe"] = 64
-    sines: Annotated[int, "of sinespe"] = 10
-    kernel_size: Annotated[int, "of convspe"] = 128
-    dropout: Annotated[float, "of embeddings, attention layers and MLPs"] = 0.1
-    attention_dropout: Annotated[
-        float, "of softmax attention; linear attention has no weights to drop"
-    ] = 0.0
-    checkpoint: Annotated[bool, "recompute blocks in the backward pass to save memory"] = False
-
-    def __post_init__(self):
-        for name, kind in (
-            ("attention", Attention),
-            ("features", Features),
-            ("position", Position),
-            ("absolute", Absolute),
-            ("pooling", Pooling),
-            ("pairing", Pairing),
-            ("norm", Norm),
-            ("embedding_init", EmbeddingInit),
-            ("bias_kind", Kind),
-            ("bias_init", BiasInit),
-        ):
-            check_choice(name, getattr(self, name), get_args(kind))
-        for name in _SIZES:
-            if name not in _BY_DEFAULT or getattr(self, name) is not None:
-                check_size(name, getattr(self, name))
-        for name in ("causal", "checkpoint", "bias_envelope", "head_norm"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}={getattr(self, name)!r} must be true or false")
-        for name in ("dropout", "attention_dropout", "bias_dropout"):
-            check_number(name, getattr(self, name))
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be from 0 to below 1")
-        if self.causal and self.pooling == "cls":
-            raise ValueError(
-                "a causal model's CLS token comes first and sees nothing; use pooling='mean'"
-            )
-        if self.width % self.heads:
-            raise ValueError(f"heads={self.heads} must divide the width {self.width} of q, k and v")
-        if self.width % self.num_filters:
-            raise ValueError(f"filters={self.num_filters} must divide the width {self.width} of v")
-        if self.attention == "linear" and self.position in ON_LOGITS:
-            raise ValueError(
-                f"position={self.position!r} adds to the logits of softmax attention, which linear "
-                "attention never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or "
-                "attention='softmax'"
-            )
-        self._check_bias()
-
-    def _check_bias(self) -> None:
-        for name in ("bias_reach", "bias_threshold"):
-            check_number(name, getattr(self, name))
-        if not 1 <= self.bias_reach <= 1e9:
-            raise ValueError(f"bias_reach={self.bias_reach} must be from 1 to 1e9 tokens")
-        if not 0 <= self.bias_threshold < inf:
-            raise ValueError(f"bias_threshold={self.bias_threshold} must be from 0 to below inf")
-        if self.position == "fastrpb2d":
-            self._check_image()
-
-    def _check_image(self) -> None:
-        if not isinstance(self.image, tuple) or len(self.image) != 2 or min(self.image) < 1:
-            raise ValueError(
-                f"position='fastrpb2d' needs image=(height, width), got {self.image!r}"
-            )
-        height, width = self.image
-        if height * width != self.max_length:
-            raise ValueError(
-                f"an image of {height}×{width} has {height * width} pixels, "
-                f"but max_length={self.max_length}"
-            )
-        if self.causal:
-            raise ValueError("position='fastrpb2d' looks in all directions; it cannot be causal")
-
-    @property
-    def width(self) -> int:
-        """Channels of q, k and v, all heads together."""
-        return self.dim if self.qkv_dim is None else self.qkv_dim
-
-    @property
-    def num_filters(self) -> int:
-        return self.heads if self.filters is None else self.filters
-
-    @property
-    def streams(self) -> bool:
-        """Whether the model can go on token by token from a `Stream` a layer."""
-        linear = self.causal and self.attention == "linear"
-        return linear and self.position in ("none", "fastrpb")
-
-    @property
-    def embedding_std(self) -> float:
-        """Of the first embeddings: as large as the positions that are added to them."""
-        return 0.02 if self.absolute == "learned" else 1.0
-
-    @property
-    def mlp(self) -> int:
-        return 4 * self.dim if self.mlp_dim is None else self.mlp_dim
 
 
 class Block(nn.Module):

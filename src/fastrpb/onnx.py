@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from fastrpb.files import replacing, shipped_or
 from fastrpb.layers import LinearAttention
-from fastrpb.model import MODELS, ModelConfig, PairClassifier, load_model
+from fastrpb.model import MODELS, PairClassifier, load_model
+from fastrpb.model_config import ModelConfig
 
 _OPSET = 20  # the first whose DFT runs along any axis
 _PAIR = ("first", "second", "first_mask", "second_mask")

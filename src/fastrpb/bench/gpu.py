@@ -13,7 +13,8 @@ from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
 from fastrpb.attention import linear_attention
 from fastrpb.bench.measure import Row, Rows, Run, bar
 from fastrpb.features import sikf
-from fastrpb.model import Classifier, ModelConfig
+from fastrpb.model import Classifier
+from fastrpb.model_config import ModelConfig
 from fastrpb.toeplitz import toeplitz, toeplitz_matmul, toeplitz_matmul_2d
 
 TOKENS, HEADS, DIM = 65536, 8, 64

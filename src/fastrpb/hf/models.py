@@ -30,7 +30,8 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from fastrpb.layers import Stream
-from fastrpb.model import Encoder, ModelConfig, head, reset_embedding, shrink_tied
+from fastrpb.model import Encoder, head, reset_embedding, shrink_tied
+from fastrpb.model_config import ModelConfig
 
 # Where Transformers has a name of its own.
 _NAMES = {
