@@ -128,7 +128,7 @@ def test_the_levers_of_mnist_are_those_of_the_records():
         assert row(*(f"{x:g}" for x in numbers), *figures) in PAGE
 
 
-@pytest.mark.parametrize("task", ["text", "retrieval", "listops"])
+@pytest.mark.parametrize("task", ["cifar10", "text", "retrieval", "listops"])
 def test_the_runs_on_the_way_are_those_of_the_records(task):
     runs = records(f"{task}-levers.jsonl")
     assert sum(line.startswith(f"| {task} |") for line in PAGE.splitlines()) == len(runs)
