@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fastrpb.config import BEST, best, from_json, to_json
+from fastrpb.config import BEST, ROWS, best, from_json, override, preset, to_json
+from fastrpb.config import row as table_row
 from fastrpb.evaluate import load_run, predict
 from fastrpb.figures import biases, weights_of
 from fastrpb.files import SHIPPED, shipped_or
@@ -114,6 +115,37 @@ def test_what_stands_beside_the_papers_figures(task, paper, metric):
     assert f"| {paper} | {percent(first['metrics']['test'][metric])}" in PAGE
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"| {percent(first['metrics']['test'][metric])}" in readme
+
+
+def cells(task):
+    """The records of the paper's set-up, by row and position."""
+    found = {}
+    for record in records(f"{task}.jsonl"):
+        config = from_json(json.dumps(record["config"]), "the record")
+        of_row = config.model.attention, config.model.features
+        name, position = table_row(*of_row), config.model.position
+        plain = preset(task, *of_row, position)
+        ours = {"precision": "bf16", "compile": True, "save_every": 100_000}
+        assert config == override(plain, {**ours, "eval_every": config.eval_every})
+        assert (name, position) not in found
+        found[name, position] = record
+    return found
+
+
+@pytest.mark.parametrize("task", ["text"])
+def test_the_cells_of_the_papers_tables_are_those_of_the_records(task):
+    found = cells(task)
+    rows = [line for line in PAGE.splitlines() if line.startswith(f"| {task}, ")]
+    shown = {line.split(" | ")[0]: line for line in rows if "seed" not in line}
+    assert len(shown) == len({name for name, _ in found})
+    for name in {name for name, _ in found}:
+        pair = [found[name, position] for position in ("none", "fastrpb")]
+        _, _, accuracy, _, seconds, _, memory = (
+            shown[f"| {task}, {ROWS[name]}"].removesuffix(" |").split(" | ")
+        )
+        assert accuracy == " → ".join(percent(x["metrics"]["test"]["accuracy"]) for x in pair)
+        assert seconds == " → ".join(f"{x['seconds']:.0f}" for x in pair)
+        assert memory == " → ".join(f"{x['peak_memory_bytes'] / 2**20:.0f}" for x in pair)
 
 
 def test_the_levers_of_mnist_are_those_of_the_records():
