@@ -23,13 +23,6 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration, broadcast_object_list
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.nn.functional import cross_entropy
 
 from fastrpb.bias import FastRPB
@@ -55,6 +48,7 @@ from fastrpb.model import save_model
 from fastrpb.processes import caught_signals
 from fastrpb.replay import Replayed, own_stream
 from fastrpb.run import Run, peak_memory, provenance
+from fastrpb.state_dicts import StateDicts
 
 TRACKERS = ("tensorboard", "wandb")
 _LENGTHS = 64  # compiled batches have a multiple of so many tokens: few shapes to record
@@ -177,20 +171,21 @@ class _Trainer:
         self.parameters = sum(p.numel() for p in model.parameters())
         if config.compile:
             _compile(model, config)
-        self.groups = _groups(model)
+        groups = _groups(model)
         named = dict(model.named_parameters())
         decay = config.weight_decay if config.bias_decay is None else config.bias_decay
         settings = ({"weight_decay": config.weight_decay}, {"weight_decay": decay})
         optimizer = torch.optim.AdamW(
             [
                 {"params": [named[name] for name in names], **of_group}
-                for names, of_group in zip(self.groups, settings, strict=False)
+                for names, of_group in zip(groups, settings, strict=False)
             ],
             betas=(0.9, config.beta2),
             eps=config.eps,
             fused=accelerator.device.type in ("cpu", "cuda"),
         )
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        self.tensors = StateDicts(self.model, self.optimizer, groups, accelerator.num_processes)
         # Not where processes exchange gradients during a pass, or blocks are computed again.
         usual = accelerator.num_processes == 1 and not config.model.checkpoint
         self.replays = config.compile and usual and accelerator.device.type == "cuda"
@@ -330,7 +325,7 @@ class _Trainer:
         if better or self.config.keep == "last":
             state.kept, state.validation = state.step, metrics._asdict()
             if self.config.keep == "best":
-                self.best = {name: x.clone() for name, x in self._weights().items()}
+                self.best = {name: x.clone() for name, x in self.tensors.weights().items()}
         self._log({"validation": metrics._asdict()})
         self.on_validation(state.step, metrics)
 
@@ -359,17 +354,6 @@ class _Trainer:
         if self.signals and self.accelerator.num_processes == 1:
             raise _Stop(self.signals[0])
 
-    def _weights(self) -> Any:
-        return get_model_state_dict(self.model, options=_WHOLE)
-
-    def _set_weights(self, weights: Any) -> None:
-        set_model_state_dict(self.model, weights, options=self._from_first())
-
-    def _from_first(self) -> StateDictOptions:
-        """State dicts that the first process has whole, for all."""
-        several = self.accelerator.num_processes > 1
-        return StateDictOptions(full_state_dict=True, broadcast_from_rank0=several)
-
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """A full disk or the like is one sentence that says what is safe."""
@@ -386,15 +370,13 @@ class _Trainer:
         self._report()
         if self.saved == self.state.step:
             return
-        tensors: dict[str, Tensor] = {f"model.{name}": x for name, x in self._weights().items()}
+        tensors: dict[str, Tensor] = {
+            f"model.{name}": x for name, x in self.tensors.weights().items()
+        }
         if not all(x.isfinite().all() for x in tensors.values()):
             self._diverged(f"a weight is not finite after step {self.state.step}")
         tensors |= {f"best.{name}": x for name, x in self.best.items()}
-        optimizer = self.optimizer.optimizer
-        if optimizer.state:  # where it is empty, torch would make one a step too old
-            whole: Any = get_optimizer_state_dict(self.model, optimizer, options=_WHOLE)
-            for name, values in whole.get("state", {}).items():
-                tensors |= {f"optimizer.{key}.{name}": x for key, x in values.items()}
+        tensors |= {f"optimizer.{name}": x for name, x in self.tensors.moments().items()}
         self.state.memory = max(self.state.memory, peak_memory(self.accelerator.device))
         state = {**asdict(self.state), "data": self.batches.state_dict()}
         state["config"] = asdict(self.config)
@@ -420,30 +402,17 @@ class _Trainer:
             self.accelerator.scaler.load_state_dict(scaler)
         self.state = _State(**state)
         self.saved = self.state.step
-        self._set_weights(under("model.", tensors))
+        self.tensors.set_weights(under("model.", tensors))
         self.best = under("best.", tensors)
         if self.state.step:
-            self._set_moments(under("optimizer.", tensors))
-
-    def _set_moments(self, tensors: dict[str, Tensor]) -> None:
-        moments: dict[str, dict[str, Tensor]] = {}
-        for name, x in tensors.items():
-            key, parameter = name.split(".", 1)
-            moments.setdefault(parameter, {})[key] = x
-        optimizer = self.optimizer.optimizer
-        groups = [
-            {**group, "params": names}
-            for group, names in zip(optimizer.param_groups, self.groups, strict=True)
-        ]
-        whole: Any = {"state": moments, "param_groups": groups} if moments else {}
-        set_optimizer_state_dict(self.model, optimizer, whole, options=self._from_first())
+            self.tensors.set_moments(under("optimizer.", tensors))
 
     def _finish(self) -> dict[str, Any]:
         state = self.state
         if self.config.keep == "best":
-            self._set_weights(self.best)
+            self.tensors.set_weights(self.best)
         test = self._evaluate(self.data.test)
-        weights = self._weights()
+        weights = self.tensors.weights()
         memory = max(state.memory, peak_memory(self.accelerator.device))
         record = {
             "name": self.config.name,
@@ -500,10 +469,6 @@ class _Window:
 class _Stop(Exception):  # noqa: N818
     def __init__(self, number: int):
         self.number = number
-
-
-# State dicts that are gathered from all processes, on the CPU of the first; empty on the others.
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def _compile(model: Any, config: RunConfig) -> None:
