@@ -33,6 +33,7 @@ TOOLS = [
     "run",
     "evaluate",
     "replay",
+    "state_dicts",
     "train",
     "compare",
     "sweep",
@@ -57,6 +58,7 @@ def imported(tree: ast.AST) -> set[str]:
 
 def test_imports_follow_the_order():
     for path in ROOT.rglob("*.py"):
+        assert layer(path) in ORDER, f"where does {path} stand?"
         for name in imported(ast.parse(path.read_text())):
             assert ORDER.index(name) <= ORDER.index(layer(path)), f"{path} imports {name}"
 

@@ -1,7 +1,7 @@
 """The weights and the optimiser's moments of a training, whole, whatever processes share them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
@@ -41,11 +41,11 @@ class StateDicts:
             full_state_dict=True, broadcast_from_rank0=processes > 1
         )
 
-    def weights(self) -> Any:
-        return get_model_state_dict(self._model, options=_WHOLE)
+    def weights(self) -> dict[str, Tensor]:
+        return cast(Any, get_model_state_dict(self._model, options=_WHOLE))
 
-    def set_weights(self, weights: Any) -> None:
-        set_model_state_dict(self._model, weights, options=self._from_first)
+    def set_weights(self, weights: dict[str, Tensor]) -> None:
+        set_model_state_dict(self._model, cast(Any, weights), options=self._from_first)
 
     def moments(self) -> dict[str, Tensor]:
         """Of every parameter, as "moment.parameter"."""
@@ -59,6 +59,7 @@ class StateDicts:
         }
 
     def set_moments(self, tensors: dict[str, Tensor]) -> None:
+        """What `moments` gave after a step or more; nothing in processes but the first."""
         state: dict[str, dict[str, Tensor]] = {}
         for key, x in tensors.items():
             moment, name = key.split(".", 1)

@@ -185,7 +185,7 @@ class _Trainer:
             fused=accelerator.device.type in ("cpu", "cuda"),
         )
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
-        self.tensors = StateDicts(self.model, self.optimizer, groups, accelerator.num_processes)
+        self.state_dicts = StateDicts(self.model, self.optimizer, groups, accelerator.num_processes)
         # Not where processes exchange gradients during a pass, or blocks are computed again.
         usual = accelerator.num_processes == 1 and not config.model.checkpoint
         self.replays = config.compile and usual and accelerator.device.type == "cuda"
@@ -325,7 +325,7 @@ class _Trainer:
         if better or self.config.keep == "last":
             state.kept, state.validation = state.step, metrics._asdict()
             if self.config.keep == "best":
-                self.best = {name: x.clone() for name, x in self.tensors.weights().items()}
+                self.best = {name: x.clone() for name, x in self.state_dicts.weights().items()}
         self._log({"validation": metrics._asdict()})
         self.on_validation(state.step, metrics)
 
@@ -370,13 +370,11 @@ class _Trainer:
         self._report()
         if self.saved == self.state.step:
             return
-        tensors: dict[str, Tensor] = {
-            f"model.{name}": x for name, x in self.tensors.weights().items()
-        }
+        tensors = {f"model.{name}": x for name, x in self.state_dicts.weights().items()}
         if not all(x.isfinite().all() for x in tensors.values()):
             self._diverged(f"a weight is not finite after step {self.state.step}")
         tensors |= {f"best.{name}": x for name, x in self.best.items()}
-        tensors |= {f"optimizer.{name}": x for name, x in self.tensors.moments().items()}
+        tensors |= {f"optimizer.{name}": x for name, x in self.state_dicts.moments().items()}
         self.state.memory = max(self.state.memory, peak_memory(self.accelerator.device))
         state = {**asdict(self.state), "data": self.batches.state_dict()}
         state["config"] = asdict(self.config)
@@ -402,17 +400,17 @@ class _Trainer:
             self.accelerator.scaler.load_state_dict(scaler)
         self.state = _State(**state)
         self.saved = self.state.step
-        self.tensors.set_weights(under("model.", tensors))
+        self.state_dicts.set_weights(under("model.", tensors))
         self.best = under("best.", tensors)
         if self.state.step:
-            self.tensors.set_moments(under("optimizer.", tensors))
+            self.state_dicts.set_moments(under("optimizer.", tensors))
 
     def _finish(self) -> dict[str, Any]:
         state = self.state
         if self.config.keep == "best":
-            self.tensors.set_weights(self.best)
+            self.state_dicts.set_weights(self.best)
         test = self._evaluate(self.data.test)
-        weights = self.tensors.weights()
+        weights = self.state_dicts.weights()
         memory = max(state.memory, peak_memory(self.accelerator.device))
         record = {
             "name": self.config.name,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from fastrpb.compare import cells, on_test
 from fastrpb.config import BEST, ROWS, best, from_json, override, preset, to_json
-from fastrpb.config import row as table_row
 from fastrpb.evaluate import load_run, predict
 from fastrpb.figures import biases, weights_of
 from fastrpb.files import SHIPPED, shipped_or
@@ -117,42 +117,40 @@ def test_what_stands_beside_the_papers_figures(task, paper, metric):
     assert f"| {percent(first['metrics']['test'][metric])}" in README
 
 
-def cells(task):
-    """The records of the paper's set-up, by row and position."""
-    found = {}
-    for record in records(f"{task}.jsonl"):
+def test_the_cells_are_of_the_papers_set_up():
+    for record in records("text.jsonl"):
         config = from_json(json.dumps(record["config"]), "the record")
-        of_row = config.model.attention, config.model.features
-        name, position = table_row(*of_row), config.model.position
-        plain = preset(task, *of_row, position)
-        ours = {"precision": "bf16", "compile": True, "save_every": 100_000}
-        assert config == override(plain, {**ours, "eval_every": config.eval_every})
-        assert (name, position) not in found
-        found[name, position] = record
-    return found
+        model = config.model
+        plain = preset("text", model.attention, model.features, model.position)
+        ours = {"precision": "bf16", "compile": True, "eval_every": 30_000, "save_every": 100_000}
+        assert config == override(plain, ours)
 
 
-@pytest.mark.parametrize("task", ["text"])
-def test_the_cells_of_the_papers_tables_are_those_of_the_records(task):
-    found = cells(task)
-    rows = [line for line in PAGE.splitlines() if line.startswith(f"| {task}, ")]
-    shown = {line.split(" | ")[0]: line for line in rows if "seed" not in line}
-    assert len(shown) == len({name for name, _ in found})
-    for name in {name for name, _ in found}:
-        pair = [found[name, position] for position in ("none", "fastrpb")]
-        _, _, accuracy, _, seconds, _, memory = (
-            shown[f"| {task}, {ROWS[name]}"].removesuffix(" |").split(" | ")
-        )
-        assert accuracy == " → ".join(percent(x["metrics"]["test"]["accuracy"]) for x in pair)
-        assert seconds == " → ".join(f"{x['seconds']:.0f}" for x in pair)
-        assert memory == " → ".join(f"{x['peak_memory_bytes'] / 2**20:.0f}" for x in pair)
+def test_the_cells_on_the_page_are_those_of_the_records():
+    runs = records("text.jsonl")
+    values = (
+        {key: str(cell) for key, cell in cells(runs, on_test("accuracy")).items()},
+        {key: f"{cell.mean:.0f}" for key, cell in cells(runs, lambda r: r["seconds"]).items()},
+        {
+            key: f"{cell.mean / 2**20:.0f}"
+            for key, cell in cells(runs, lambda r: r["peak_memory_bytes"]).items()
+        },
+    )
+    shown = [line for line in PAGE.splitlines() if line.startswith("| text, ") and "→" in line]
+    assert 2 * len(shown) == len(runs)
+    for line in shown:
+        label, *numbers = line.strip("| ").split(" | ")
+        name = next(name for name, words in ROWS.items() if label == f"text, {words}")
+        ours = [f"{of[name, 'none']} → {of[name, 'fastrpb']}" for of in values]
+        assert numbers[1::2] == ours  # beside the paper's
 
 
 def test_the_readme_shows_the_cells_of_text():
-    found, names = cells("text"), ("softmax", "dpfp", "sikf", "relu")
-    for column, position in (("no relative positions", "none"), ("FastRPB", "fastrpb")):
-        figures = [percent(found[name, position]["metrics"]["test"]["accuracy"]) for name in names]
-        assert row(column, *figures) in README
+    accuracy = cells(records("text.jsonl"), on_test("accuracy"))
+    names = ("softmax", "dpfp", "sikf", "relu")
+    assert f"| {row('', *(ROWS[name] for name in names)).removeprefix('|  ')}" in README
+    for label, position in (("no relative positions", "none"), ("FastRPB", "fastrpb")):
+        assert row(label, *(accuracy[name, position] for name in names)) in README
 
 
 def test_the_levers_of_mnist_are_those_of_the_records():
