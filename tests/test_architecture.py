@@ -18,6 +18,7 @@ CORE = [
     "bias",
     "bias2d",
     "features",
+    "causal",
     "attention",
     "positions",
     "norms",

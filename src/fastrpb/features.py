@@ -73,6 +73,9 @@ class ExpFeatureMap(ABC):
         return torch.exp(log_q - log_q.detach().amax(-1, keepdim=True)), phi_k
 
 
+Phi = FeatureMap | ExpFeatureMap
+
+
 class SIKF(ExpFeatureMap):
     """φ(x) = exp(x): like softmax, the attention does not change with (q + c, k + d)."""
 

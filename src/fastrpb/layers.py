@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from fastrpb.attention import (
     LinearState,
-    Phi,
     linear_attention,
     linear_attention_state,
     linear_attention_step,
@@ -15,6 +14,7 @@ from fastrpb.attention import (
 )
 from fastrpb.bias import BiasState, FastRPB
 from fastrpb.bias2d import FastRPB2d
+from fastrpb.features import Phi
 
 
 class SoftmaxAttention(nn.Module):

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastrpb import init
-from fastrpb.attention import Phi
 from fastrpb.bias import FastRPB
 from fastrpb.bias2d import FastRPB2d
 from fastrpb.checks import check_mask, check_tensor
-from fastrpb.features import DPFP, FavorPlus, elu1, relu, sikf
+from fastrpb.features import DPFP, FavorPlus, Phi, elu1, relu, sikf
 from fastrpb.files import read_tensors, write_tensors
 from fastrpb.layers import LinearAttention, SelfAttention, SoftmaxAttention, Stream
 from fastrpb.model_config import ModelConfig

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from fastrpb.attention import Phi, linear_attention, linear_attention_weights
+from fastrpb.attention import linear_attention, linear_attention_weights
 from fastrpb.bias import FastRPB
 from fastrpb.bias2d import FastRPB2d
+from fastrpb.features import Phi
 from fastrpb.layers import merge_heads, split_heads
 
 
