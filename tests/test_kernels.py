@@ -228,6 +228,26 @@ def test_zeros_and_nan(way):
     assert y[1, 1].isfinite().all()
 
 
+@pytest.mark.parametrize("rest", [0.0, 1e-35])
+def test_gradients_of_what_no_loss_sees(way, rest):
+    """Zero for one sequence of large values, as under a CLS token in the last layer.
+
+    So for the other, or close to the smallest number: scales must not overflow.
+    """
+    w, v = rand(1, 199).requires_grad_(), rand(2, 1, 100, 16)
+    v[0] *= 1e6
+    v, g = v.bfloat16().requires_grad_(), rest * rand(2, 1, 100, 16).bfloat16()
+    g[0] = 0
+    dw, dv = torch.autograd.grad(toeplitz_matmul(w, v, impl="triton"), (w, v), g)
+    assert not dv[0].any()
+    if rest:
+        wide = w.detach().double().requires_grad_()
+        exact = torch.autograd.grad(toeplitz(wide) @ v.detach().double(), wide, g.double())
+        assert error(dw, *exact) < 4e-3
+    else:
+        assert not dw.any()
+
+
 def test_deterministic(way):
     w, v = rand(1, 259).requires_grad_(), rand(2, 1, 130, 16, dtype=torch.float16).requires_grad_()
     runs = []

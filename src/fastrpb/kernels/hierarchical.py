@@ -333,7 +333,8 @@ def _block_lags(
         scale = unit(tl.load(g_top + tops, mask=c < columns, other=1.0)) * unit(
             tl.load(x_top + tops, mask=c < columns, other=1.0)
         )
-        factor = (1 / (scale * largest))[None, :]
+        # Units leave at least 2⁻¹⁶ of it, but for gradients that are all zero: 0·∞ would be NaN.
+        factor = (1 / tl.maximum(scale * largest, 1e-6))[None, :]
         g_real = tl.load(g_at, mask=inside, other=0.0).to(tl.float32) * factor
         g_imaginary = tl.load(g_at + L * DIM, mask=inside, other=0.0).to(tl.float32) * factor
         g_real, g_imaginary = g_real.to(tl.float16), g_imaginary.to(tl.float16)
