@@ -82,6 +82,31 @@ def test_masks_go_all_the_way_through(attention, features, position, pooling):
     assert (model(tokens) - results[0])[1].abs().max() > 1e-6
 
 
+def pooled_and_gradients(model, pool, tokens, mask):
+    torch.manual_seed(5)
+    vector = pool(tokens, mask)
+    grads = torch.autograd.grad(vector.square().sum(), model.parameters(), allow_unused=True)
+    return vector, [
+        torch.zeros_like(p) if g is None else g
+        for g, p in zip(grads, model.parameters(), strict=True)
+    ]
+
+
+@pairs
+@pytest.mark.parametrize("norm", ["layer", "batch"])
+def test_cls_alone_in_the_last_block_is_what_it_is_among_all(attention, features, position, norm):
+    words = {"attention": attention, "features": features, "position": position}
+    encoder = Classifier(config(**words, norm=norm)).encoder.double()
+    tokens, mask = batch()
+    made = []
+    last = encoder.blocks[-1].mlp
+    last.register_forward_hook(lambda module, inputs, output: made.append(output.shape[1]))
+    alone = pooled_and_gradients(encoder, encoder.pool, tokens, mask)
+    among = pooled_and_gradients(encoder, lambda *x: encoder(*x)[:, 0], tokens, mask)
+    torch.testing.assert_close(alone, among)
+    assert made == [1 if norm == "layer" else 25, 25]
+
+
 @pytest.mark.parametrize("position", ["none", "fastrpb", "rope", "sinespe"])
 @pytest.mark.parametrize("attention", ["softmax", "linear"])
 def test_language_model_is_causal(attention, position):

@@ -15,9 +15,11 @@ def kept_tokens():
     return x, mask
 
 
-def test_batch_norm_is_that_of_the_kept_tokens():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_batch_norm_is_that_of_the_kept_tokens(dtype):
     x, mask = kept_tokens()
-    norm, plain = BatchNorm(5), nn.BatchNorm1d(5)
+    x = x.to(dtype)
+    norm, plain = BatchNorm(5, dtype=dtype), nn.BatchNorm1d(5, dtype=dtype)
     with torch.no_grad():
         norm.weight.uniform_(), norm.bias.uniform_()
     plain.load_state_dict(norm.state_dict())

@@ -115,9 +115,17 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(width, dim)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, stream: Stream | None = None
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        stream: Stream | None = None,
+        *,
+        cls_alone: bool = False,
     ) -> Tensor:
-        """x (batch, length, dim); with a `stream`, x goes on from the tokens that it has seen."""
+        """x (batch, length, dim); with a `stream`, x goes on from the tokens that it has seen.
+
+        `cls_alone`: only the output of the first token, a CLS, (batch, 1, dim).
+        """
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         queries, keys, values = (split_heads(x, self.heads) for x in (q, k, v))
         if stream is not None:
@@ -125,7 +133,11 @@ class SelfAttention(nn.Module):
         if self.encoding is not None:
             queries, keys = self.encoding(queries, keys)
         plus = None
-        if self.bias is not None:
+        if cls_alone:
+            queries = queries[:, :, :1]
+            if self.bias is not None:  # CLS gets none; processes still wait for its gradient
+                queries = queries + 0 * self.bias.w.sum()
+        elif self.bias is not None:
             plus = merge_heads(self.bias(split_heads(v, self.bias.num_heads), mask))
             plus = split_heads(plus, self.heads)
         return self.out(merge_heads(self.attend(queries, keys, values, mask, plus)))

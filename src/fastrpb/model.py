@@ -24,7 +24,7 @@ from fastrpb.checks import check_mask, check_tensor
 from fastrpb.features import DPFP, FavorPlus, Phi, elu1, relu, sikf
 from fastrpb.files import read_tensors, write_tensors
 from fastrpb.layers import LinearAttention, SelfAttention, SoftmaxAttention, Stream
-from fastrpb.model_config import ModelConfig
+from fastrpb.model_config import ON_OUTPUT, ModelConfig
 from fastrpb.norms import BatchNorm, LayerNorm, PooledNorm
 from fastrpb.positions import (
     ALiBi,
@@ -65,9 +65,17 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, stream: Stream | None = None
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        stream: Stream | None = None,
+        cls_alone: bool = False,
     ) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x, mask), mask, stream))
+        """(batch, length, dim), or of the first token alone, (batch, 1, dim), with `cls_alone`."""
+        y = self.attention(self.attention_norm(x, mask), mask, stream, cls_alone=cls_alone)
+        if cls_alone:
+            x, mask = x[:, :1], None
+        x = x + self.dropout(y)
         return x + self.dropout(self.mlp(self.mlp_norm(x, mask)))
 
 
@@ -95,6 +103,7 @@ class Encoder(nn.Module):
         *,
         positions: Tensor | None = None,
         streams: Sequence[Stream] | None = None,
+        cls_alone: bool = False,
     ) -> Tensor:
         """(batch, length) ids, mask (batch, length) True = keep → (batch, CLS + length, dim).
 
@@ -103,6 +112,7 @@ class Encoder(nn.Module):
             mask: True = keep; None keeps all.
             positions: (batch, length) absolute positions where they are not 0, 1, 2, ...
             streams: one a layer, of a config that `streams`: the tokens go on from theirs.
+            cls_alone: the last block is for the CLS token alone; the result is (batch, 1, dim).
         """
         seen = streams[0].tokens if streams else 0
         self._check(tokens, mask, seen)
@@ -116,15 +126,21 @@ class Encoder(nn.Module):
             mask = None if mask is None else nn.functional.pad(mask, (1, 0), value=True)
         x = self.dropout(x)
         for block, stream in zip(self.blocks, streams or repeat(None), strict=False):
+            alone = cls_alone and block is self.blocks[-1]
             if self.gradient_checkpointing and self.training and stream is None:
-                x = self._gradient_checkpointing_func(block, x, mask)
+                x = self._gradient_checkpointing_func(block, x, mask, None, alone)
             else:
-                x = block(x, mask, stream)
+                x = block(x, mask, stream, alone)
         return self.norm(x)
 
     def pool(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """One vector a sequence: CLS, or the mean over the kept tokens. (batch, dim)."""
-        return self.pooled(self(tokens, mask), mask)
+        """One vector a sequence: CLS, or the mean over the kept tokens. (batch, dim).
+
+        Nobody reads what the last block makes of other tokens than CLS, so it does not; but a
+        batch norm in it needs them all.
+        """
+        alone = self.cls is not None and self.config.norm == "layer"
+        return self.pooled(self(tokens, mask, cls_alone=alone), mask)
 
     def pooled(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """`pool`, given what `forward` gave."""
@@ -326,7 +342,7 @@ def _encoding(config: ModelConfig) -> nn.Module | None:
 
 
 def _bias(config: ModelConfig) -> FastRPB | FastRPB2d | None:
-    if config.position not in ("fastrpb", "fastrpb2d"):
+    if config.position not in ON_OUTPUT:
         return None
     scales = 1.0, config.bias_reach
     fill = {

@@ -20,6 +20,7 @@ EmbeddingInit = Literal["normal", "smooth"]
 BiasInit = Literal["local", "normal", "zero"]
 
 ON_LOGITS = ("rpe", "t5", "alibi")
+ON_OUTPUT = ("fastrpb", "fastrpb2d")
 _SIZES = (
     *("vocab_size", "max_length", "num_classes", "dim", "layers", "heads", "qkv_dim", "mlp_dim"),
     *("filters", "nu", "num_features", "realizations", "sines", "kernel_size"),

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from fastrpb.checks import compute_dtype
+
 
 class LayerNorm(nn.LayerNorm):
     """Each token by itself: what the others are does not matter."""
@@ -28,7 +30,7 @@ class BatchNorm(nn.BatchNorm1d):
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is None or not self.training:
             return super().forward(input.flatten(0, 1)).view_as(input)
-        x, kept = input.float(), mask.unsqueeze(-1)
+        x, kept = input.to(compute_dtype(input)), mask.unsqueeze(-1)
         count = kept.sum().clamp(min=2)
         mean = (x * kept).sum((0, 1)) / count
         variance = ((x - mean).square() * kept).sum((0, 1)) / count
@@ -40,8 +42,8 @@ class BatchNorm(nn.BatchNorm1d):
     def _track(self, mean: Tensor, variance: Tensor) -> None:
         """Move the averages as torch does where nothing is masked."""
         self.num_batches_tracked.add_(1)  # pyright: ignore[reportOptionalMemberAccess]
-        self.running_mean.lerp_(mean, self.momentum)  # pyright: ignore
-        self.running_var.lerp_(variance, self.momentum)  # pyright: ignore
+        for average, x in ((self.running_mean, mean), (self.running_var, variance)):
+            average.lerp_(x.to(average.dtype), self.momentum)  # pyright: ignore
 
 
 class PooledNorm(nn.BatchNorm1d):

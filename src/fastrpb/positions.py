@@ -269,12 +269,13 @@ class RelativeKeyQuery(nn.Module):
         nn.init.normal_(self.table, std=0.02)
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        """(batch, heads, length, dim) each → (batch, heads, length, length)."""
-        n = _within(_one_length(q, k), self.max_length)
+        """q (batch, heads, M, dim) of the first M of k's N positions → (batch, heads, M, N)."""
+        m, n = _lengths(q, k)
+        _within(n, self.max_length)
         table = self.table[self.max_length - n : self.max_length + n - 1].to(q.dtype)
-        index = _distance(n, q.device) + n - 1
+        index = _distance(m, n, q.device) + n - 1
         by_query = (q @ table.mT).gather(-1, index.expand(*q.shape[:-1], n))
-        by_key = (k @ table.mT).gather(-1, index.mT.expand(*k.shape[:-1], n)).mT
+        by_key = (k @ table.mT).gather(-1, index.mT.expand(*k.shape[:-1], m)).mT
         return (by_query + by_key) * self.dim**-0.5
 
 
@@ -313,9 +314,9 @@ class T5Bias(nn.Module):
         """b ~ N(0, 0.02²)."""
         nn.init.normal_(self.weight, std=0.02)
 
-    def buckets(self, length: int) -> Tensor:
-        """The bucket of every pair of positions: (length, length)."""
-        d = _distance(length, self.weight.device)
+    def buckets(self, queries: int, keys: int) -> Tensor:
+        """The bucket of every pair of positions: (queries, keys), both from the first on."""
+        d = _distance(queries, keys, self.weight.device)
         count = self.num_buckets if self.causal else self.num_buckets // 2
         offset = 0 if self.causal else (d > 0) * count
         far = d.clamp(max=0).neg() if self.causal else d.abs()
@@ -325,8 +326,8 @@ class T5Bias(nn.Module):
         return offset + torch.where(far < exact, far, logarithmic.clamp(max=count - 1))
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        """(heads, length, length) for q and k of one length."""
-        return self.weight[self.buckets(_one_length(q, k))].permute(2, 0, 1).to(q.dtype)
+        """(heads, M, N) for q of the first M of k's N positions."""
+        return self.weight[self.buckets(*_lengths(q, k))].permute(2, 0, 1).to(q.dtype)
 
 
 class ALiBi(nn.Module):
@@ -344,8 +345,8 @@ class ALiBi(nn.Module):
         self.slopes.copy_(torch.tensor(_slopes(len(self.slopes))))
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        """(heads, length, length) for q and k of one length."""
-        distance = _distance(_one_length(q, k), q.device).abs()
+        """(heads, M, N) for q of the first M of k's N positions."""
+        distance = _distance(*_lengths(q, k), q.device).abs()
         return (-self.slopes[:, None, None] * distance).to(q.dtype)
 
 
@@ -357,10 +358,9 @@ def _slopes(num_heads: int) -> list[float]:
     return series + between[: num_heads - power]
 
 
-def _distance(length: int, device: torch.device) -> Tensor:
-    """d = m - n for output n and input m: (length, length)."""
-    n = torch.arange(length, device=device)
-    return n - n[:, None]
+def _distance(queries: int, keys: int, device: torch.device) -> Tensor:
+    """d = m - n for output n and input m: (queries, keys)."""
+    return torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
 
 
 def _angles(position: Tensor, dim: int, base: float) -> Tensor:
@@ -369,12 +369,12 @@ def _angles(position: Tensor, dim: int, base: float) -> Tensor:
     return position[:, None] * base**-exponent
 
 
-def _one_length(q: Tensor, k: Tensor) -> int:
-    if q.shape[-2:] != k.shape[-2:]:
+def _lengths(q: Tensor, k: Tensor) -> tuple[int, int]:
+    if q.shape[-2] > k.shape[-2] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
-            f"q {tuple(q.shape)} and k {tuple(k.shape)} must have one length and one dim"
+            f"q {tuple(q.shape)} and k {tuple(k.shape)} must have one dim, and q no more positions"
         )
-    return q.shape[-2]
+    return q.shape[-2], k.shape[-2]
 
 
 def _rows(table: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
