@@ -124,6 +124,7 @@ def test_a_changed_config_has_another_name():
         ({"keep": "best", "validation": "test"}, "choose the weights by the test split"),
         ({"max_length": 65}, "digits always has 64 pixels"),
         ({"position": "rpe"}, "linear attention never forms"),
+        ({"layers": 1, "pooling": "cls"}, "FastRPB would do nothing; use pooling='mean'"),
         ({"compile": "yes"}, "compile='yes' must be true or false"),
         ({"head_norm": True, "batch_size": 4, "accumulate": 4}, "head_norm compares.*got 4/4"),
     ],

@@ -109,6 +109,7 @@ def test_the_best_runs_are_those_of_the_records(task):
         ("cifar10", "CIFAR10, grey | 42.94 (SIKF, convSPE)", "accuracy"),
         ("text", "IMDB, bytes | 63.95 (ReLU, FastRPB)", "accuracy"),
         ("retrieval", "AAN, bytes | 67.19 (SIKF, FastRPB)", "accuracy"),
+        ("listops", "ListOps | 20.67 (DPFP, None), without brackets", "accuracy"),
     ],
 )
 def test_what_stands_beside_the_papers_figures(task, paper, metric):
@@ -117,17 +118,22 @@ def test_what_stands_beside_the_papers_figures(task, paper, metric):
     assert f"| {percent(first['metrics']['test'][metric])}" in README
 
 
-def test_the_cells_are_of_the_papers_set_up():
-    for record in records("text.jsonl"):
+CELLS = ("text", "retrieval")
+
+
+@pytest.mark.parametrize("task", CELLS)
+def test_the_cells_are_of_the_papers_set_up(task):
+    for record in records(f"{task}.jsonl"):
         config = from_json(json.dumps(record["config"]), "the record")
         model = config.model
-        plain = preset("text", model.attention, model.features, model.position)
-        ours = {"precision": "bf16", "compile": True, "eval_every": 30_000, "save_every": 100_000}
-        assert config == override(plain, ours)
+        plain = preset(task, model.attention, model.features, model.position)
+        ours = {"precision": "bf16", "compile": True, "save_every": 100_000}
+        assert config == override(plain, {**ours, "eval_every": plain.steps})
 
 
-def test_the_cells_on_the_page_are_those_of_the_records():
-    runs = records("text.jsonl")
+@pytest.mark.parametrize("task", CELLS)
+def test_the_cells_on_the_page_are_those_of_the_records(task):
+    runs = records(f"{task}.jsonl")
     values = (
         {key: str(cell) for key, cell in cells(runs, on_test("accuracy")).items()},
         {key: f"{cell.mean:.0f}" for key, cell in cells(runs, lambda r: r["seconds"]).items()},
@@ -136,11 +142,11 @@ def test_the_cells_on_the_page_are_those_of_the_records():
             for key, cell in cells(runs, lambda r: r["peak_memory_bytes"]).items()
         },
     )
-    shown = [line for line in PAGE.splitlines() if line.startswith("| text, ") and "→" in line]
+    shown = [line for line in PAGE.splitlines() if line.startswith(f"| {task}, ") and "→" in line]
     assert 2 * len(shown) == len(runs)
     for line in shown:
         label, *numbers = line.strip("| ").split(" | ")
-        name = next(name for name, words in ROWS.items() if label == f"text, {words}")
+        name = next(name for name, words in ROWS.items() if label == f"{task}, {words}")
         ours = [f"{of[name, 'none']} → {of[name, 'fastrpb']}" for of in values]
         assert numbers[1::2] == ours  # beside the paper's
 
