@@ -1,13 +1,14 @@
 """Runs of a second."""
 
-from fastrpb.config import RunConfig, override, preset
+from fastrpb.config import RunConfig, override
+from fastrpb.presets import preset
 
-SIZE = {"layers": 1, "dim": 16, "heads": 2, "mlp_dim": 16, "filters": 2, "dropout": 0.1}
+SIZE = {"layers": 2, "dim": 16, "heads": 2, "mlp_dim": 16, "filters": 2, "dropout": 0.1}
 PARTS = {"pooling": "cls", "absolute": "learned", "norm": "layer"}
 SMALL = {**SIZE, **PARTS, "batch_size": 8, "steps": 30}
 # A pair a step, at a rate that moves the weights; ε keeps the rounding of a zero gradient small.
 PAIRS_OF_PAPERS = {
-    **{"layers": 1, "dim": 16, "mlp_dim": 16, "dropout": 0.0, "max_length": 50, "batch_size": 1},
+    **{"layers": 2, "dim": 16, "mlp_dim": 16, "dropout": 0.0, "max_length": 50, "batch_size": 1},
     **{"learning_rate": 1e-2, "schedule": "constant", "warmup": 0, "eps": 1e-3},
 }
 

@@ -30,6 +30,7 @@ CORE = [
 TOOLS = [
     "data",
     "config",
+    "presets",
     "bench",
     "run",
     "evaluate",

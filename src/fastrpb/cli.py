@@ -21,18 +21,10 @@ except ModuleNotFoundError as missing:
     sys.exit(2)
 
 from fastrpb import __version__
-from fastrpb.config import (
-    COLUMNS,
-    OF_THE_TASK,
-    ROWS,
-    RunConfig,
-    best,
-    load_config,
-    override,
-    preset,
-)
+from fastrpb.config import OF_THE_TASK, RunConfig, load_config, override
 from fastrpb.data import TASKS, DataError, load
 from fastrpb.model_config import ModelConfig
+from fastrpb.presets import COLUMNS, ROWS, best, name_of, preset
 
 # Commands import what they need, so that the others start quickly and without its packages.
 # ruff: noqa: PLC0415
@@ -243,7 +235,7 @@ def train(
             raise ValueError(f"{resume} is a run of {resolved.task}, not of {task}")
     else:
         resolved = _resolve(task, config, values, strongest)
-        run = Run(out or Path("runs", resolved.name))
+        run = Run(out or Path("runs", name_of(resolved)))
         if _is_main() and run.exists():
             raise ValueError(
                 f"{run.folder} has a run already; go on with: fastrpb train --resume {run.folder}, "
@@ -341,7 +333,7 @@ def sweep(
 
     _alone("sweep")
     resolved = _resolve(task, config, values, strongest)
-    folder = out or Path("runs", f"sweep-{resolved.name}")
+    folder = out or Path("runs", f"sweep-{name_of(resolved)}")
     try:
         with Display() as display:
             best = search(
@@ -531,11 +523,11 @@ def _compare(
         def tell(config: RunConfig, event: Any) -> None:
             if isinstance(event, str):
                 failed[config] = event
-                display.done(config.name, event)
+                display.done(name_of(config), event)
             elif isinstance(event, dict):
-                display.done(config.name, _in_words(event))
+                display.done(name_of(config), _in_words(event))
             else:
-                display.progress(config.name, event)
+                display.progress(name_of(config), event)
 
         try:
             records = run_grid(configs, folder, on_event=tell, **options)

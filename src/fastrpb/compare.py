@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, cast, get_args
 import torch
 
 from fastrpb.checks import check_choice
-from fastrpb.config import COLUMNS, ROWS, RunConfig, override, preset, row, with_row
+from fastrpb.config import RunConfig, override
 from fastrpb.model_config import Position
+from fastrpb.presets import COLUMNS, ROWS, name_of, preset, row, with_row
 from fastrpb.processes import fresh_processes
 from fastrpb.run import BusyError, Run, read_lines, same_config
 from fastrpb.train import Interruption, Progress, train
@@ -37,7 +38,7 @@ def grid(
 ) -> list[RunConfig]:
     """The configs of a grid, without the combinations that cannot be (RPE on linear attention).
 
-    >>> [config.name for config in grid("digits", ["softmax", "sikf"], ["rpe"], [0], {})]
+    >>> [name_of(config) for config in grid("digits", ["softmax", "sikf"], ["rpe"], [0], {})]
     ['digits-softmax-rpe-s0']
     """
     configs, impossible = [], None
@@ -87,12 +88,12 @@ def compare(
     running: dict[Any, tuple[RunConfig, Any, str]] = {}  # by pipe
     try:
         while todo or running:
-            free = [config for config in todo if not Run(folder / config.name).busy()]
+            free = [config for config in todo if not Run(folder / name_of(config)).busy()]
             for config, place in zip(free, places.copy(), strict=False):
                 todo.remove(config)
                 places.remove(place)
                 mine, its = context.Pipe()
-                arguments = (its, config, folder / config.name, data_dir, cpu, place, jobs)
+                arguments = (its, config, folder / name_of(config), data_dir, cpu, place, jobs)
                 process = context.Process(target=_train_apart, args=arguments)
                 process.start()
                 its.close()

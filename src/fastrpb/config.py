@@ -1,49 +1,20 @@
-"""A run as a frozen config, and the set-ups of the paper as functions that return one.
+"""A run as a frozen config; `override` changes single fields by their names."""
 
-`preset(task, attention, features, position)` is a cell of the paper's tables: the task chooses the
-set-up (Table 2 for mnist, Tables 1 and 3 for the Long Range Arena), the other words its row and
-column. `best(task)` is the strongest set-up known here. `override` changes single fields by their
-names.
-"""
-
-import hashlib
 import json
 import math
-from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from fastrpb.checks import check_choice, check_size, nearest
-from fastrpb.data import TASKS, task
+from fastrpb.data import task
 from fastrpb.files import shipped_or
-from fastrpb.model_config import ON_OUTPUT, Attention, Features, ModelConfig, Position
+from fastrpb.model_config import ON_OUTPUT, ModelConfig
 
 Schedule = Literal["constant", "linear", "cosine", "rsqrt"]
 Precision = Literal["fp32", "bf16", "fp16"]
 Validation = Literal["train", "test"]
 Keep = Literal["last", "best"]
-
-# What the rows and columns of the paper's tables are called.
-ROWS = {
-    "softmax": "Original",
-    "dpfp": "Linear, DPFP",
-    "sikf": "Linear, SIKF",
-    "elu1": "Linear, ELU+1",
-    "relu": "Linear, ReLU",
-    "favor": "Performer",
-}
-COLUMNS = {
-    "none": "None",
-    "fastrpb": "FastRPB",
-    "fastrpb2d": "FastRPB 2D",
-    "sinespe": "sineSPE",
-    "convspe": "convSPE",
-    "rpe": "RPE",
-    "rope": "RoPE",
-    "t5": "T5",
-    "alibi": "ALiBi",
-}
 
 _NUMBERS = ("learning_rate", "weight_decay", "bias_rate", "bias_decay", "beta2", "eps", "clip")
 
@@ -55,6 +26,7 @@ OF_THE_TASK = ("vocab_size", "num_classes", "image")
 class RunConfig:
     """Everything that decides what a run computes. Impossible values raise ValueError.
 
+    >>> from fastrpb.presets import preset
     >>> config = preset("digits", position="none")
     >>> config.model.position, config.model.num_classes
     ('none', 10)
@@ -162,24 +134,6 @@ class RunConfig:
                 f"but max_length={self.model.max_length}"
             )
 
-    @property
-    def name(self) -> str:
-        """Task, attention, position, seed, and a mark of the config where it is no preset.
-
-        >>> preset("digits").name
-        'digits-sikf-fastrpb-s0'
-        """
-        model = self.model
-        if self.task in BEST and self == replace(best(self.task), seed=self.seed):
-            return f"{self.task}-best-s{self.seed}"
-        name = f"{self.task}-{row(model.attention, model.features)}-{model.position}-s{self.seed}"
-        plain = preset(self.task, model.attention, model.features, model.position)
-        if self == replace(plain, seed=self.seed):
-            return name
-        # The differences alone, so that fields that are yet to come leave the mark as it is.
-        changed = ";".join(differences(replace(plain, seed=self.seed), self))
-        return f"{name}-{hashlib.blake2b(changed.encode(), digest_size=3).hexdigest()}"
-
     def learning_rate_at(self, step: int, steps: int) -> float:
         """The learning rate of step 1..steps.
 
@@ -198,17 +152,6 @@ class RunConfig:
         return self.learning_rate * rise * fall
 
 
-def with_row(row: str) -> tuple[Attention, Features]:
-    """The attention and the features of a row; softmax attention has none and says "sikf"."""
-    check_choice("features", row, tuple(ROWS))
-    return ("softmax", "sikf") if row == "softmax" else ("linear", row)  # pyright: ignore[reportReturnType]
-
-
-def row(attention: str, features: str) -> str:
-    """The row of a table: the feature map, or "softmax"."""
-    return "softmax" if attention == "softmax" else features
-
-
 def override(config: RunConfig, values: dict[str, Any]) -> RunConfig:
     """The config with other values of some fields, of the run's or of the model's."""
     run = {f.name for f in fields(RunConfig)} - {"task", "model"}
@@ -220,221 +163,6 @@ def override(config: RunConfig, values: dict[str, Any]) -> RunConfig:
             mine.setdefault(other, None)
     its = {name: value for name, value in values.items() if name in model}
     return replace(config, model=replace(config.model, **its), **mine)
-
-
-def preset(
-    task: str,
-    attention: Attention = "linear",
-    features: Features = "sikf",
-    position: Position = "fastrpb",
-) -> RunConfig:
-    """The paper's set-up of a cell: a task, an attention and a positional encoding.
-
-    >>> preset("mnist", features="dpfp").learning_rate
-    7e-05
-    """
-    if task not in TASKS:
-        raise _unknown(task)
-    return _SETUPS[task](attention, features, position)
-
-
-def _unknown(task: str) -> ValueError:
-    return ValueError(f"unknown task {task!r}; {nearest(task, TASKS)}")
-
-
-def digits(attention: Attention, features: Features, position: Position) -> RunConfig:
-    """The shipped digits on a laptop, not in the paper.
-
-    There are no absolute positions: without `position` the model sees a bag of pixels.
-    """
-    size = {"dim": 64, "layers": 2, "heads": 4, "mlp_dim": 128, "dropout": 0.0}
-    bias: dict[str, Any] = {"filters": 64, "bias_reach": 8.0, "bias_kind": "full"}
-    model = _model("digits", attention, features, position, **size, **bias)
-    model = replace(model, absolute="none", pooling="mean", norm="batch")
-    return RunConfig("digits", model, epochs=12, batch_size=32, learning_rate=4e-3, warmup=40)
-
-
-# Table 5: the learning rates that a search found without and with FastRPB.
-_MNIST_RATES = {
-    "softmax": (1.05e-4, 1.35e-4),
-    "dpfp": (1.3e-4, 0.7e-4),
-    "sikf": (1.25e-4, 1.45e-4),
-    "elu1": (1.3e-4, 1.25e-4),
-    "favor": (1.2e-4, 1.0e-4),
-}
-
-
-def mnist(attention: Attention, features: Features, position: Position) -> RunConfig:
-    """Table 2. ReLU, which that table lacks, takes the learning rates of ELU+1."""
-    model = _model("mnist", attention, features, position, dim=256, layers=8, heads=8)
-    kind = row(attention, features).replace("relu", "elu1")
-    rate = _MNIST_RATES[kind][position in ON_OUTPUT]
-    return RunConfig(
-        "mnist", model, epochs=25, batch_size=160, learning_rate=rate, weight_decay=0.01
-    )
-
-
-def listops(attention: Attention, features: Features, position: Position) -> RunConfig:
-    """Table 1, ListOps; with the brackets that the paper's runs lost."""
-    size = {"dim": 512, "layers": 6, "heads": 8, "mlp_dim": 2048}
-    model = _model("listops", attention, features, position, **size, attention_dropout=0.1)
-    return _lra("listops", model, steps=10_000, learning_rate=0.0125, warmup=1000, eval_every=1000)
-
-
-def text(attention: Attention, features: Features, position: Position) -> RunConfig:
-    """Table 1, TC: trained on all of train and validated on test, as the paper did."""
-    size = {"dim": 256, "layers": 4, "heads": 4, "mlp_dim": 1024}
-    model = _model("text", attention, features, position, **size, attention_dropout=0.1)
-    return _lra("text", model, steps=30_000, learning_rate=0.0125, warmup=8000, validation="test")
-
-
-def retrieval(attention: Attention, features: Features, position: Position) -> RunConfig:
-    """Table 1, AAN."""
-    size = {"dim": 128, "layers": 4, "heads": 4, "mlp_dim": 512}
-    model = _model("retrieval", attention, features, position, **size, attention_dropout=0.1)
-    return _lra("retrieval", model, steps=15_000, learning_rate=0.005, warmup=3000, eval_every=1500)
-
-
-def cifar10(attention: Attention, features: Features, position: Position) -> RunConfig:
-    """Table 1, CIFAR10: one layer.
-
-    Where it has FastRPB it takes the mean of all pixels: the CLS token that it has otherwise gets
-    no bias, and in the only layer nobody reads what the pixels get.
-    """
-    size = {"dim": 128, "layers": 1, "heads": 8, "qkv_dim": 64, "mlp_dim": 128, "realizations": 32}
-    drop = {"dropout": 0.3, "attention_dropout": 0.2}
-    pooling = "mean" if position in ON_OUTPUT else "cls"
-    model = _model("cifar10", attention, features, position, **size, **drop, pooling=pooling)
-    return RunConfig(
-        "cifar10",
-        model,
-        steps=93_600,
-        batch_size=96,
-        learning_rate=2.5e-4,
-        schedule="cosine",
-        warmup=468,
-        beta2=0.98,
-        eps=1e-9,
-    )
-
-
-_SETUPS: dict[str, Callable[[Attention, Features, Position], RunConfig]] = {
-    "digits": digits,
-    "mnist": mnist,
-    "cifar10": cifar10,
-    "text": text,
-    "retrieval": retrieval,
-    "listops": listops,
-}
-
-
-def best_mnist() -> RunConfig:
-    """Local 2D filters, one for each channel; small enough to ship."""
-    return _best(
-        mnist("linear", "sikf", "fastrpb2d"),
-        **{"dim": 64, "layers": 4, "heads": 4, "mlp_dim": 128, "dropout": 0.2},
-        **{"filters": 64, "bias_kind": "full", "bias_reach": 3.0, "bias_threshold": 1e-3},
-        **{"bias_rate": 0.3, "weight_decay": 0.1},
-        **{"epochs": 15, "batch_size": 128, "learning_rate": 4e-3, "warmup": 300},
-    )
-
-
-def best_cifar10() -> RunConfig:
-    """Wider and deeper than MNIST's, far weights small; near grey levels begin alike."""
-    return _best(
-        cifar10("linear", "sikf", "fastrpb2d"),
-        **{"dim": 256, "qkv_dim": 256, "layers": 6, "heads": 8, "mlp_dim": 512, "dropout": 0.2},
-        **{"filters": 256, "bias_kind": "full", "bias_reach": 3.0, "bias_envelope": True},
-        **{"head_norm": True, "embedding_init": "smooth", "weight_decay": 0.1},
-        **{"epochs": 44, "batch_size": 64, "learning_rate": 2e-3, "warmup": 700},
-        **{"eval_every": 1406},  # two epochs
-    )
-
-
-def best_text() -> RunConfig:
-    """4096 bytes; filters of 1 to 16, one for each channel, whose far weights stay small."""
-    return _best(
-        text("linear", "sikf", "fastrpb"),
-        **{"max_length": 4096, "dim": 256, "layers": 4, "heads": 4, "mlp_dim": 512},
-        **{"filters": 256, "bias_reach": 16.0, "bias_envelope": True, "head_norm": True},
-        **{"dropout": 0.25, "weight_decay": 0.1, "validation": "train"},
-        **{"epochs": 18, "batch_size": 32, "learning_rate": 1e-3, "warmup": 400},
-    )
-
-
-def best_retrieval() -> RunConfig:
-    """Filters of 1 to 8 bytes; the head sees product and difference of the two documents."""
-    return _best(
-        retrieval("linear", "sikf", "fastrpb"),
-        **{"dim": 128, "layers": 4, "heads": 4, "mlp_dim": 256, "pairing": "interact"},
-        **{"filters": 128, "bias_reach": 8.0, "bias_envelope": True, "head_norm": True},
-        **{"dropout": 0.1, "weight_decay": 0.05, "eval_every": None},
-        **{"epochs": 6, "batch_size": 64, "learning_rate": 2e-3, "warmup": 300},
-    )
-
-
-def best_listops() -> RunConfig:
-    """Small, and filters of up to 128 tokens: wider or deeper models did not learn the brackets."""
-    return _best(
-        listops("linear", "sikf", "fastrpb"),
-        **{"dim": 64, "layers": 4, "heads": 4, "mlp_dim": 128},
-        **{"filters": 64, "bias_reach": 128.0, "bias_envelope": True, "head_norm": True},
-        **{"dropout": 0.1, "weight_decay": 0.05, "eval_every": None},
-        **{"epochs": 8, "batch_size": 32, "learning_rate": 2e-3, "warmup": 500},
-    )
-
-
-def _best(config: RunConfig, **values: Any) -> RunConfig:
-    """What all of them share: no absolute positions, batch norm, the mean of all tokens."""
-    model = {"absolute": "none", "norm": "batch", "pooling": "mean", "attention_dropout": 0.0}
-    run = {"schedule": "cosine", "keep": "best", "precision": "bf16", "compile": True}
-    return override(config, {**model, **run, "beta2": 0.999, "eps": 1e-8, **values})
-
-
-BEST: dict[str, Callable[[], RunConfig]] = {
-    "mnist": best_mnist,
-    "cifar10": best_cifar10,
-    "text": best_text,
-    "retrieval": best_retrieval,
-    "listops": best_listops,
-}
-
-
-def best(task: str) -> RunConfig:
-    """The strongest set-up of a task that was found here: linear attention with FastRPB.
-
-    >>> best("mnist").model.filters
-    64
-    """
-    if task not in TASKS:
-        raise _unknown(task)
-    if task not in BEST:
-        raise ValueError(f"there is a best set-up for {', '.join(BEST)}, not for {task!r}")
-    return BEST[task]()
-
-
-def _model(
-    name: str, attention: Attention, features: Features, position: Position, **size: Any
-) -> ModelConfig:
-    """Absolute positions: learned for pixels, sinusoids for text, none beside SPE, as published."""
-    facts = task(name)
-    spe = position in ("sinespe", "convspe")
-    return ModelConfig(
-        vocab_size=facts.vocabulary,
-        max_length=facts.max_length,
-        num_classes=len(facts.classes),
-        image=facts.image_shape,
-        attention=attention,
-        features=features,
-        position=position,
-        absolute="none" if spe else "learned" if facts.image_shape else "sinusoidal",
-        **size,
-    )
-
-
-def _lra(name: str, model: ModelConfig, **values: Any) -> RunConfig:
-    shared = {"batch_size": 8, "schedule": "rsqrt", "weight_decay": 0.1, "beta2": 0.98, "eps": 1e-9}
-    return RunConfig(name, model, **shared, **values)
 
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:

@@ -27,9 +27,10 @@ from torch import Tensor
 
 from fastrpb import figures
 from fastrpb.compare import Cells, cells, lines, on_test
-from fastrpb.config import COLUMNS, ROWS, changes, completed, flat
+from fastrpb.config import changes, completed, flat
 from fastrpb.evaluate import load_run
 from fastrpb.files import replacing, shipped_or
+from fastrpb.presets import COLUMNS, ROWS
 from fastrpb.run import Run, read_lines, same_config
 
 _PIXEL = (12, 10)  # the paper's

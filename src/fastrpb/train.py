@@ -45,6 +45,7 @@ from fastrpb.evaluate import (
     under,
 )
 from fastrpb.model import save_model
+from fastrpb.presets import name_of
 from fastrpb.processes import caught_signals
 from fastrpb.replay import Replayed, own_stream
 from fastrpb.run import Run, peak_memory, provenance
@@ -105,7 +106,8 @@ def train(
         ValueError: with one sentence, for anything that the user can mend.
 
     >>> from tempfile import TemporaryDirectory
-    >>> from fastrpb.config import override, preset
+    >>> from fastrpb.config import override
+    >>> from fastrpb.presets import preset
     >>> config = override(preset("digits"), {"steps": 2, "layers": 1})
     >>> with TemporaryDirectory() as folder:
     ...     record = train(config, f"{folder}/run", cpu=True)
@@ -413,7 +415,7 @@ class _Trainer:
         weights = self.state_dicts.weights()
         memory = max(state.memory, peak_memory(self.accelerator.device))
         record = {
-            "name": self.config.name,
+            "name": name_of(self.config),
             "config": asdict(self.config),
             "metrics": {"validation": state.validation, "test": test._asdict()},
             "steps": self.steps,

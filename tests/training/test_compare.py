@@ -7,6 +7,7 @@ import pytest
 
 from apart import APART  # noqa: F401, its processes start the grid's too
 from fastrpb.compare import cells, compare, finished, grid, on_test
+from fastrpb.presets import name_of
 from fastrpb.report import collect
 from fastrpb.run import Run, append_result, read_lines
 
@@ -46,14 +47,14 @@ def test_a_run_that_fails_does_not_end_the_others(small, tmp_path):
 def test_a_record_from_before_a_field_existed_still_counts(small, tmp_path):
     config = small(steps=2)
     (record,) = compare([config], tmp_path, cpu=True)
-    for path in (tmp_path / "results.jsonl", tmp_path / config.name / "result.json"):
+    for path in (tmp_path / "results.jsonl", tmp_path / name_of(config) / "result.json"):
         old = json.loads(path.read_text())
         del old["config"]["bias_rate"], old["config"]["model"]["bias_dropout"]
         path.write_text(json.dumps(old) + "\n")
     stand = tmp_path.stat().st_mtime_ns
     assert [r["seconds"] for r in compare([config], tmp_path, cpu=True)] == [record["seconds"]]
     assert tmp_path.stat().st_mtime_ns == stand
-    assert [entry.name for entry in collect([tmp_path])] == [config.name]
+    assert [entry.name for entry in collect([tmp_path])] == [name_of(config)]
 
 
 def test_a_run_of_another_process_is_waited_for(small, tmp_path):
@@ -61,7 +62,7 @@ def test_a_run_of_another_process_is_waited_for(small, tmp_path):
     started = threading.Event()
 
     def other():
-        with Run(tmp_path / config.name).locked():
+        with Run(tmp_path / name_of(config)).locked():
             started.set()
             time.sleep(2)
             append_result(tmp_path / "results.jsonl", {"name": "x", "config": asdict(config)})
@@ -84,7 +85,7 @@ def test_stopped_it_saves_and_goes_on(small, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         compare([config], tmp_path, cpu=True, on_event=stop)
-    (first, saved) = Run(tmp_path / config.name).steps()
+    (first, saved) = Run(tmp_path / name_of(config)).steps()
     assert first == 0 < saved < 1000
     assert len(compare([config], tmp_path, cpu=True)) == 1
 

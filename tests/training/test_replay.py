@@ -5,8 +5,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from fastrpb.config import override, preset, with_row
+from fastrpb.config import override
 from fastrpb.evaluate import build, classify
+from fastrpb.presets import preset, with_row
 from fastrpb.replay import Replayed, own_stream
 from fastrpb.train import train
 from runs import PAIRS_OF_PAPERS

@@ -10,6 +10,7 @@ from fastrpb import FastRPB, FastRPB2d, load_model, save_model
 from fastrpb.compare import Cell
 from fastrpb.evaluate import load_run
 from fastrpb.figures import biases, curves_figure, slice_of, weights_figure, weights_of
+from fastrpb.presets import name_of
 from fastrpb.report import (
     Table,
     as_html,
@@ -42,8 +43,8 @@ def runs(tmp_path_factory):
     """Two seeds with a 1D bias, one with a 2D bias, one without, one cut off."""
     folder = tmp_path_factory.mktemp("runs")
     for position, seed in [("fastrpb", 0), ("fastrpb", 1), ("fastrpb2d", 0), ("none", 0)]:
-        config = small(position=position, steps=20, eval_every=10, layers=2, seed=seed)
-        train(config, folder / config.name, cpu=True)
+        config = small(position=position, steps=20, eval_every=10, seed=seed)
+        train(config, folder / name_of(config), cpu=True)
     begun = Run(folder / "begun")
     begun.open(small())
     return folder
@@ -150,7 +151,7 @@ def test_only_seeds_share_a_cell(tmp_path):
     rates = [("none", 0, 1e-3), ("none", 1, 1e-3), ("fastrpb", 0, 2e-3), ("none", 0, 5e-3)]
     for position, seed, rate in rates:
         config = small(position=position, seed=seed, learning_rate=rate, steps=2)
-        train(config, tmp_path / config.name, cpu=True)
+        train(config, tmp_path / name_of(config), cpu=True)
     groups = set_ups(collect([tmp_path]))
     assert [len(group) for group in groups.values()] in ([3, 1], [2, 2])
     for group in groups.values():
@@ -215,12 +216,12 @@ def test_a_long_strip_shows_a_weight_at_its_distance(distance):
 
 
 def test_two_set_ups_of_a_task_are_two_tables(runs, tmp_path):
-    train(small(steps=2), tmp_path / "other", cpu=True)
+    train(small(steps=2, layers=3), tmp_path / "other", cpu=True)
     content = write_report([runs, tmp_path / "other"], tmp_path / "report").read_text()
     assert "<h2>digits</h2>" in content
     assert "<h2>digits 2</h2>" in content
     (note,) = re.findall(r"Unlike digits: (.*)\.</p>", content)
-    assert note == "layers 2 → 1, steps 20 → 2, eval_every 10 → None"
+    assert note == "layers 2 → 3, steps 20 → 2, eval_every 10 → None"
 
 
 def test_a_file_of_records(runs):

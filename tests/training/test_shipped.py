@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from fastrpb.compare import cells, on_test
-from fastrpb.config import BEST, ROWS, best, from_json, override, preset, to_json
+from fastrpb.config import from_json, override, to_json
 from fastrpb.evaluate import load_run, predict
 from fastrpb.figures import biases, weights_of
 from fastrpb.files import SHIPPED, shipped_or
+from fastrpb.presets import BEST, ROWS, best, preset
 from fastrpb.run import Run, same_config
 
 ROOT = Path(__file__).parents[2]

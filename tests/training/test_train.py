@@ -17,7 +17,7 @@ from torch._inductor.exc import InductorError
 
 from apart import APART
 from fastrpb import load_model
-from fastrpb.config import override, preset
+from fastrpb.config import override
 from fastrpb.data import Batch, Batches, load
 from fastrpb.evaluate import (
     Metrics,
@@ -30,6 +30,7 @@ from fastrpb.evaluate import (
     seed_from,
     to_device,
 )
+from fastrpb.presets import preset
 from fastrpb.run import Run
 from fastrpb.train import DivergedError, Interruption, _compile, train
 from runs import PAIRS_OF_PAPERS
@@ -428,10 +429,11 @@ def test_without_a_compiler(small, tmp_path, monkeypatch):
         train(small(steps=1), tmp_path / "run", cpu=True)
 
 
-def test_one_compiled_block_serves_short_lengths_too():
+@pytest.mark.parametrize(("pooling", "count"), [("mean", 1), ("cls", 2)])  # the last: CLS alone
+def test_one_compiled_block_serves_short_lengths_too(pooling, count):
     """Those at which W is formed; and its gradients are those of the block as it is."""
-    changes = {"dim": 8, "layers": 2, "heads": 2, "mlp_dim": 8, "max_length": 99, "dropout": 0.0}
-    config = override(preset("text"), changes)
+    changes = {"dim": 8, "layers": 3, "heads": 2, "mlp_dim": 8, "max_length": 99, "dropout": 0.0}
+    config = override(preset("text"), {**changes, "pooling": pooling})
     model = build(config)
     batches = [torch.randint(255, (2, length)) for length in (20, 33, 47, 60)]
 
@@ -447,7 +449,7 @@ def test_one_compiled_block_serves_short_lengths_too():
     for block in model.encoder.blocks:
         block.compile(dynamic=True, backend=backend)
     torch.testing.assert_close([outcome(tokens) for tokens in batches], wanted)
-    assert len(graphs) == 1
+    assert len(graphs) == count
 
 
 def test_clipping(small, tmp_path):

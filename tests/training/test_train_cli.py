@@ -16,7 +16,7 @@ from fastrpb.config import load_config
 from fastrpb.run import Run, read_lines
 
 SMALL = (
-    *("--layers", "1", "--dim", "16", "--heads", "2", "--mlp-dim", "16", "--batch-size", "8"),
+    *("--layers", "2", "--dim", "16", "--heads", "2", "--mlp-dim", "16", "--batch-size", "8"),
     *("--filters", "2", "--pooling", "cls", "--absolute", "learned", "--cpu"),
 )
 
@@ -55,7 +55,7 @@ def test_train_evaluate_resume_and_config(run, tmp_path):
     assert re.search(r"test accuracy \d+\.\d\d%, macro F1 .* tokens/s, .* MiB at the peak", out)
     assert "step 20/20" in out
     config = load_config(folder)
-    assert (config.seed, config.steps, config.model.layers) == (3, 20, 1)
+    assert (config.seed, config.steps, config.model.layers) == (3, 20, 2)
     accuracy = Run(folder).result()["metrics"]["test"]["accuracy"]
 
     code, out, _ = run("evaluate", folder, "--cpu")
@@ -70,9 +70,9 @@ def test_train_evaluate_resume_and_config(run, tmp_path):
     assert code == 2
     assert "has a run already; go on with: fastrpb train --resume" in error
 
-    code, _, error = run("train", "--resume", folder, "--learning-rate", 1, "--layers", 2)
+    code, _, error = run("train", "--resume", folder, "--learning-rate", 1, "--layers", 3)
     assert code == 2
-    assert "layers 1 → 2; learning_rate 0.004 → 1.0" in error
+    assert "layers 2 → 3; learning_rate 0.004 → 1.0" in error
 
     # Given back, a config makes the same run.
     assert run("train", "--config", folder, "--out", "again", "--cpu", "--tracker", "none")[0] == 0

@@ -7,9 +7,9 @@ import torch
 
 from fastrpb.bench.cpu import load_libraries
 from fastrpb.bench.measure import Rows, Run, against_length, bar, device, growth, medians, peak_of
-from fastrpb.config import COLUMNS, ROWS, row
 from fastrpb.model import Block
 from fastrpb.model_config import ON_LOGITS, Attention, Features, ModelConfig, Position
+from fastrpb.presets import COLUMNS, ROWS, row
 
 LENGTHS = [256, 512, 1024, 2048, 4096, 8192]
 
