@@ -330,11 +330,12 @@ def _block_lags(
         g_at = g + i + (b * gb + d)[None, :]
         x_at = x + i + delta * BT * DIM + (b * xb + d)[None, :]
         tops = b * heads + h
-        scale = unit(tl.load(g_top + tops, mask=c < columns, other=1.0)) * unit(
-            tl.load(x_top + tops, mask=c < columns, other=1.0)
-        )
-        # Units leave at least 2⁻¹⁶ of it, but for gradients that are all zero: 0·∞ would be NaN.
-        factor = (1 / tl.maximum(scale * largest, 1e-6))[None, :]
+        g_most = tl.load(g_top + tops, mask=c < columns, other=0.0)
+        x_most = tl.load(x_top + tops, mask=c < columns, other=0.0)
+        # What is zero has no scale: its share must be 0, and 0·∞ would be NaN.
+        empty = g_most * x_most == 0
+        factor = 1 / tl.where(empty, 1.0, unit(g_most) * unit(x_most) * largest)
+        factor = tl.where(empty, 0.0, factor)[None, :]
         g_real = tl.load(g_at, mask=inside, other=0.0).to(tl.float32) * factor
         g_imaginary = tl.load(g_at + L * DIM, mask=inside, other=0.0).to(tl.float32) * factor
         g_real, g_imaginary = g_real.to(tl.float16), g_imaginary.to(tl.float16)
