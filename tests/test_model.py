@@ -453,3 +453,9 @@ def test_bad_input(call, words):
     model = Classifier(config())
     with pytest.raises(ValueError, match=words):
         call(model)
+
+
+def test_cls_alone_needs_a_cls():
+    encoder = Classifier(config(pooling="mean")).encoder
+    with pytest.raises(ValueError, match="cls_alone=True needs a CLS token"):
+        encoder(*batch(), cls_alone=True)

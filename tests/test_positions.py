@@ -35,6 +35,14 @@ def test_absolute_positions_of_shorter_sequences():
             positions(torch.randn(2, 11, 8))
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: RelativeKeyQuery(8, 30), lambda: T5Bias(2), lambda: ALiBi(2)]
+)
+def test_logits_of_the_first_queries_alone(make):
+    logits, (q, k) = make(), torch.randn(2, 1, 2, 20, 8)
+    torch.testing.assert_close(logits(q[:, :, :7], k), logits(q, k)[..., :7, :])
+
+
 def test_rope_scores_depend_on_the_distance_only():
     q, k = torch.randn(2, 1, 2, 1, 8).expand(-1, -1, -1, 30, -1)
     a, b = RoPE()(q, k)

@@ -82,12 +82,6 @@ class RunConfig:
                 "keep='best' with validation='test' would choose the weights by the test split; "
                 "use validation='train'"
             )
-        model = self.model
-        if model.layers == 1 and model.pooling == "cls" and model.position in ON_OUTPUT:
-            raise ValueError(
-                "in the only layer CLS alone is read, which gets no bias: FastRPB would do "
-                "nothing; use pooling='mean' or two layers"
-            )
         self._check_task()
 
     def _check_numbers(self) -> None:
@@ -132,6 +126,16 @@ class RunConfig:
             raise ValueError(
                 f"{self.task} always has {facts.max_length} pixels, "
                 f"but max_length={self.model.max_length}"
+            )
+
+    def check_bias_is_read(self) -> None:
+        """Refuse to train a bias that changes nothing; such a run can still be read."""
+        model = self.model
+        unread = model.layers == 1 and model.pooling == "cls" and model.norm == "layer"
+        if unread and model.position in ON_OUTPUT:
+            raise ValueError(
+                "in the only layer CLS alone is read, which gets no bias: FastRPB would do "
+                "nothing; use pooling='mean' or two layers"
             )
 
     def learning_rate_at(self, step: int, steps: int) -> float:
@@ -186,6 +190,7 @@ def completed(config: dict[str, Any]) -> dict[str, Any]:
 def differences(saved: RunConfig, asked: RunConfig) -> list[str]:
     """The fields in which two configs differ.
 
+    >>> from fastrpb.presets import preset
     >>> differences(preset("digits"), override(preset("digits"), {"seed": 1}))
     ['seed 0 → 1']
     """

@@ -135,7 +135,7 @@ class SelfAttention(nn.Module):
         plus = None
         if cls_alone:
             queries = queries[:, :, :1]
-            if self.bias is not None:  # CLS gets none; processes still wait for its gradient
+            if self.bias is not None:  # CLS gets none; DDP wants a gradient of every weight
                 queries = queries + 0 * self.bias.w.sum()
         elif self.bias is not None:
             plus = merge_heads(self.bias(split_heads(v, self.bias.num_heads), mask))

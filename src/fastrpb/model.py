@@ -116,6 +116,8 @@ class Encoder(nn.Module):
         """
         seen = streams[0].tokens if streams else 0
         self._check(tokens, mask, seen)
+        if cls_alone and self.cls is None:
+            raise ValueError("cls_alone=True needs a CLS token: pooling='cls'")
         x = tokens if tokens.is_floating_point() else self.embedding(tokens.long())
         if self.positions is not None:
             if positions is None and seen:

@@ -114,6 +114,7 @@ def train(
     >>> sorted(record["metrics"]["test"])
     ['accuracy', 'f1', 'loss']
     """
+    config.check_bias_is_read()
     run = Run(folder)
     data = load_data(config, data_dir)  # first, so that a missing file leaves no folder
     _check_trackers(trackers)

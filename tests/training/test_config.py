@@ -84,6 +84,14 @@ def test_a_task_without_a_best_set_up():
         best("digits")
 
 
+def test_a_bias_that_nobody_reads_is_not_trained():
+    unread = override(preset("digits"), {"layers": 1, "pooling": "cls", "norm": "layer"})
+    with pytest.raises(ValueError, match="FastRPB would do nothing; use pooling='mean'"):
+        unread.check_bias_is_read()
+    for change in ({"layers": 2}, {"pooling": "mean"}, {"norm": "batch"}, {"position": "none"}):
+        override(unread, change).check_bias_is_read()
+
+
 def test_a_changed_config_has_another_name():
     plain, changed = preset("digits"), override(preset("digits"), {"layers": 3})
     assert name_of(changed).startswith(name_of(plain) + "-")
@@ -113,7 +121,6 @@ def test_a_changed_config_has_another_name():
         ({"keep": "best", "validation": "test"}, "choose the weights by the test split"),
         ({"max_length": 65}, "digits always has 64 pixels"),
         ({"position": "rpe"}, "linear attention never forms"),
-        ({"layers": 1, "pooling": "cls"}, "FastRPB would do nothing; use pooling='mean'"),
         ({"compile": "yes"}, "compile='yes' must be true or false"),
         ({"head_norm": True, "batch_size": 4, "accumulate": 4}, "head_norm compares.*got 4/4"),
     ],

@@ -98,6 +98,7 @@ def test_train_evaluate_resume_and_config(run, tmp_path):
         (["train", "--resume", "mnist"], "mnist comes with the package; train your own: --config"),
         (["train", "--resume", "nowhere"], "there is no folder nowhere; the package has"),
         (["train", "digits", "--best"], "best set-up for mnist"),
+        (["train", "mnist", "--layers", "1"], "FastRPB would do nothing"),
         (["train", "--config", "none.json", "--best"], "leave --config out"),
         (["train", "--resume", "nowhere", "--best"], "leave --config, --best and --out out"),
         (["train", "digits", "--tracker", "wandb"], "needs the package wandb"),
