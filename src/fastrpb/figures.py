@@ -25,6 +25,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#9
 MARKS = ("o", "s", "^", "D", "v", "P", "X")
 WEIGHTS_MAP = "RdBu_r"
 _STRIP = 500  # columns of a strip: fewer than its dots
+_RUNNING = 15  # tokens of a running mean
 _LIGHT = {"text": "#1f2328", "grid": "#d0d7de"}
 _DARK = {"text": "#e6edf3", "grid": "#3d444d"}
 
@@ -137,6 +138,46 @@ def weights_figure(layers: Sequence[Tensor], word: str = "head") -> Figure:
     return figure
 
 
+def sidedness(w: Tensor) -> Tensor:
+    """(heads,) how much the two sides of w differ: (Σ_{d<0} w_d - Σ_{d>0} w_d)/‖w‖.
+
+    Random signs give about ±1. What has much more counts: what was before, what is to come, or the
+    one less the other.
+
+    >>> sidedness(torch.tensor([[1.0, 1.0, 0.0, -1.0, -1.0], [1.0, -1.0, 1.0, -1.0, 1.0]]))
+    tensor([2., 0.])
+    """
+    reach = w.shape[-1] // 2
+    difference = w[:, :reach].sum(-1) - w[:, reach + 1 :].sum(-1)
+    return difference / w.norm(dim=-1).clamp(min=torch.finfo(w.dtype).tiny)
+
+
+def sides_figure(layers: Sequence[Tensor], word: str = "head", count: int = 4) -> Figure:
+    """The heads of any layer whose sides differ most: w against the distance, and running means."""
+    each = [(abs(float(z)), i, h) for i, w in enumerate(layers) for h, z in enumerate(sidedness(w))]
+    chosen = sorted(each, reverse=True)[:count]
+    rows = -(-len(chosen) // 2)
+    figure = Figure(figsize=(7, 0.4 + 1.7 * rows), layout="constrained")
+    axes = figure.subplots(rows, 2, squeeze=False).flatten()
+    for ax, (_, layer, head) in zip(axes, chosen, strict=False):
+        w = layers[layer][head]
+        reach, shown = len(w) // 2, _reach(w)
+        distance = torch.arange(-shown, shown + 1)
+        mean = nn.functional.avg_pool1d(
+            w[None], _RUNNING, 1, _RUNNING // 2, count_include_pad=False
+        )
+        ax.axhline(0, color="gray", linewidth=0.5)
+        near = slice(reach - shown, reach + shown + 1)
+        ax.plot(distance, w[near], color=COLOURS[0], linewidth=0.4, alpha=0.6)
+        ax.plot(distance, mean[0, near], color=COLOURS[1], linewidth=1.5)
+        ax.set_title(f"layer {layer + 1}, {word} {head}")
+    for ax in axes[len(chosen) :]:
+        ax.remove()
+    figure.supxlabel("distance m - n from the reading token to the read one, in tokens")
+    figure.supylabel("w")
+    return figure
+
+
 def slice_figure(
     layers: Sequence[Tensor],
     image: tuple[int, int],
@@ -235,6 +276,14 @@ def _heat(figure: Figure, ax: Axes, w: Tensor, **options: Any) -> None:
     shown = ax.imshow(w.numpy(), cmap=WEIGHTS_MAP, norm=norm, **options)
     ticks = {"ticks": [-limit, 0, limit], "format": "{x:.2g}"}
     figure.colorbar(shown, ax=ax, label="w", extend="both", pad=0.01, **ticks)
+
+
+def _reach(w: Tensor) -> int:
+    """The distance within which 99% of the squares of w lie."""
+    reach = len(w) // 2
+    squares = w.square()
+    both = squares[reach:] + squares[: reach + 1].flip(0)
+    return int((both.cumsum(0) < 0.99 * both.sum()).sum().clamp(max=reach))
 
 
 def _ends(count: int) -> list[int]:

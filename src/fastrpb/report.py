@@ -325,6 +325,7 @@ def _weight_figures(
     word, image = _word(entry, layers), _image(entry)
     if layers[0].dim() == 2:
         drawn[f"weights-{entry.name}"] = partial(figures.weights_figure, layers, word)
+        drawn[f"sides-{entry.name}"] = partial(figures.sides_figure, layers, word)
     if image:
         drawn[f"slice-{entry.name}"] = partial(
             figures.slice_figure, layers, image, _inside(pixel, image), word

@@ -9,7 +9,14 @@ import torch
 from fastrpb import FastRPB, FastRPB2d, load_model, save_model
 from fastrpb.compare import Cell
 from fastrpb.evaluate import load_run
-from fastrpb.figures import biases, curves_figure, slice_of, weights_figure, weights_of
+from fastrpb.figures import (
+    biases,
+    curves_figure,
+    sides_figure,
+    slice_of,
+    weights_figure,
+    weights_of,
+)
 from fastrpb.presets import name_of
 from fastrpb.report import (
     Table,
@@ -106,6 +113,24 @@ def test_figures_show_the_numbers():
     assert left.lines[0].get_color() == left.lines[1].get_color() != left.lines[2].get_color()
 
 
+def test_the_heads_whose_sides_differ_most_are_shown():
+    layers = [torch.randn(3, 101), torch.randn(3, 101)]
+    step = torch.cat([torch.ones(50), torch.zeros(1), -torch.ones(50)])
+    layers[1][2] = step + 0.1 * torch.randn(101)
+    first, *others = sides_figure(layers).axes
+    assert first.get_title() == "layer 2, head 2"
+    assert len(others) == 3
+    _, thin, mean = first.lines
+    shown = torch.as_tensor(thin.get_ydata())
+    reach = len(shown) // 2
+    assert 45 < reach <= 50
+    assert torch.equal(shown, layers[1][2][50 - reach : 51 + reach])
+    torch.testing.assert_close(
+        float(mean.get_ydata()[reach - 10]), float(shown[reach - 17 : reach - 2].mean())
+    )
+    assert len(sides_figure([torch.zeros(1, 3)]).axes) == 1  # of nothing, nothing breaks
+
+
 def test_a_report_of_a_folder_of_runs(runs, tmp_path):
     page = write_report([runs], tmp_path / "report", pixel=(3, 2))
     names = {path.name for path in page.parent.iterdir()}
@@ -119,7 +144,8 @@ def test_a_report_of_a_folder_of_runs(runs, tmp_path):
     } <= names
     for name, record in records.items():
         position = record["config"]["model"]["position"]
-        assert (f"weights-{name}.svg" in names) == (position == "fastrpb")
+        for kind in ("weights", "sides"):
+            assert (f"{kind}-{name}.svg" in names) == (position == "fastrpb")
         assert (f"slice-{name}.png" in names) == (position != "none")
     mean = (
         sum(100 * r["metrics"]["test"]["accuracy"] for n, r in records.items() if "fastrpb-" in n)
