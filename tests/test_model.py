@@ -16,6 +16,7 @@ from fastrpb import (
     load_model,
     save_model,
 )
+from fastrpb.files import replacing
 from fastrpb.layers import Stream
 from fastrpb.model_config import ON_LOGITS
 
@@ -386,6 +387,13 @@ def test_favor_features_differ_by_layer_and_follow_the_seed():
     assert torch.equal(first, again)
 
 
+def test_a_failed_save_names_the_file_that_was_asked_for(tmp_path):
+    path = tmp_path / "missing" / "model.txt"
+    with pytest.raises(FileNotFoundError) as raised, replacing(path) as part:
+        part.write_text("")
+    assert raised.value.filename == str(path)
+
+
 def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "model.safetensors"
     save_model(Classifier(config()), path)
@@ -455,7 +463,15 @@ def test_bad_input(call, words):
         call(model)
 
 
-def test_cls_alone_needs_a_cls():
-    encoder = Classifier(config(pooling="mean")).encoder
-    with pytest.raises(ValueError, match="cls_alone=True needs a CLS token"):
+@pytest.mark.parametrize("changes", [{"pooling": "mean"}, {"norm": "batch"}])
+def test_cls_alone_needs_a_cls_and_no_others(changes):
+    encoder = Classifier(config(**changes)).encoder
+    with pytest.raises(ValueError, match="cls_alone=True needs pooling='cls' and norm="):
         encoder(*batch(), cls_alone=True)
+
+
+def test_large_weights_that_nobody_reads_in_float16():
+    model = Classifier(config(max_length=24)).half().eval()
+    torch.nn.init.constant_(model.encoder.blocks[-1].attention.bias.w, 6e4)  # their sum overflows
+    assert model(*batch()).isfinite().all()
+    assert model.train()(*batch()).isfinite().all()

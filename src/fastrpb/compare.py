@@ -54,7 +54,9 @@ def grid(
             configs += [override(plain, {**values, "seed": seed}) for seed in seeds]
     if not configs and impossible:
         raise impossible
-    return configs
+    for config in configs:
+        config.check_bias_is_read()
+    return list(dict.fromkeys(configs))
 
 
 def compare(

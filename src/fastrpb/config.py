@@ -24,7 +24,7 @@ OF_THE_TASK = ("vocab_size", "num_classes", "image")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that decides what a run computes. Impossible values raise ValueError.
+    """Everything that decides what a run computes. Impossible values raise ValueError or TypeError.
 
     >>> from fastrpb.presets import preset
     >>> config = preset("digits", position="none")
@@ -58,6 +58,8 @@ class RunConfig:
     compile: Annotated[bool, "by torch.compile, and replayed by a GPU"] = False
 
     def __post_init__(self):
+        if not isinstance(self.model, ModelConfig):
+            raise TypeError(f"model must be a ModelConfig, got {self.model!r}")
         for name, kind in (
             ("schedule", Schedule),
             ("precision", Precision),
@@ -131,8 +133,7 @@ class RunConfig:
     def check_bias_is_read(self) -> None:
         """Refuse to train a bias that changes nothing; such a run can still be read."""
         model = self.model
-        unread = model.layers == 1 and model.pooling == "cls" and model.norm == "layer"
-        if unread and model.position in ON_OUTPUT:
+        if model.layers == 1 and model.pooling == "cls" and model.position in ON_OUTPUT:
             raise ValueError(
                 "in the only layer CLS alone is read, which gets no bias: FastRPB would do "
                 "nothing; use pooling='mean' or two layers"
@@ -160,6 +161,9 @@ def override(config: RunConfig, values: dict[str, Any]) -> RunConfig:
     """The config with other values of some fields, of the run's or of the model's."""
     run = {f.name for f in fields(RunConfig)} - {"task", "model"}
     model = {f.name for f in fields(ModelConfig)} - set(OF_THE_TASK)
+    for name in OF_THE_TASK:
+        if name in values:
+            raise ValueError(f"{name} is decided by the task {config.task}")
     _check_names(values, run | model)
     mine = {name: value for name, value in values.items() if name in run}
     for length, other in (("epochs", "steps"), ("steps", "epochs")):

@@ -47,6 +47,10 @@ def replacing(path: Path) -> Iterator[Path]:
         os.umask(mask := os.umask(0o022))
         part.chmod(0o666 & ~mask)  # some writers keep others out
         part.replace(path)
+    except OSError as error:
+        if error.filename == str(part):
+            error.filename = str(path)  # what the user asked for
+        raise
     finally:
         part.unlink(missing_ok=True)
 

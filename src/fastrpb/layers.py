@@ -135,8 +135,9 @@ class SelfAttention(nn.Module):
         plus = None
         if cls_alone:
             queries = queries[:, :, :1]
-            if self.bias is not None:  # CLS gets none; DDP wants a gradient of every weight
-                queries = queries + 0 * self.bias.w.sum()
+            if self.bias is not None and self.training:
+                # CLS gets none, but DDP wants a gradient of every weight.
+                queries = queries + 0 * self.bias.w.flatten()[0]
         elif self.bias is not None:
             plus = merge_heads(self.bias(split_heads(v, self.bias.num_heads), mask))
             plus = split_heads(plus, self.heads)

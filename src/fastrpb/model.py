@@ -116,8 +116,11 @@ class Encoder(nn.Module):
         """
         seen = streams[0].tokens if streams else 0
         self._check(tokens, mask, seen)
-        if cls_alone and self.cls is None:
-            raise ValueError("cls_alone=True needs a CLS token: pooling='cls'")
+        if cls_alone and (self.cls is None or self.config.norm != "layer"):
+            raise ValueError(
+                "cls_alone=True needs pooling='cls' and norm='layer', got "
+                f"{self.config.pooling!r} and {self.config.norm!r}"
+            )
         x = tokens if tokens.is_floating_point() else self.embedding(tokens.long())
         if self.positions is not None:
             if positions is None and seen:

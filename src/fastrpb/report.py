@@ -34,7 +34,8 @@ from fastrpb.presets import COLUMNS, ROWS
 from fastrpb.run import Run, read_lines, same_config
 
 _PIXEL = (12, 10)  # the paper's
-_OF_A_CELL = ("attention", "features", "position", "absolute", "learning_rate", "seed")
+_CELL = ("attention", "features", "position")
+_OF_A_CELL = (*_CELL, "absolute", "learning_rate", "seed")
 _MOST_WEIGHTS = 2_000_000  # of a page: beyond, a run shows its first heads alone
 
 
@@ -280,13 +281,19 @@ def set_ups(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
 
 def _notes(groups: dict[str, list[Entry]]) -> dict[str, str]:
     """In what the second and further set-ups of a task differ from its first."""
-    notes, first = {}, {}
+    notes: dict[str, str] = {}
+    first: dict[str, list[dict[str, Any]]] = {}
     for title, group in groups.items():
-        fields = flat(completed(group[0].config))
-        shown = {name: x for name, x in fields.items() if name not in _OF_A_CELL}
-        before = first.setdefault(fields["task"], shown)
-        changed = ", ".join(changes(before, shown))
-        notes[title] = f" Unlike {fields['task']}: {changed}." if changed else ""
+        these = [flat(completed(entry.config)) for entry in group]
+        task = these[0]["task"]
+        those = first.setdefault(task, these)
+        # Of the same cell where both have one: its own fields can then be what differs.
+        same = [(a, b) for a in those for b in these if all(a[x] == b[x] for x in _CELL)]
+        own = ("seed",) if same else _OF_A_CELL
+        pair = same[0] if same else (those[0], these[0])
+        old, new = ({name: x for name, x in fields.items() if name not in own} for fields in pair)
+        changed = ", ".join(changes(old, new))
+        notes[title] = f" Unlike {task}: {changed}." if changed else ""
     return notes
 
 
@@ -296,11 +303,13 @@ def _cell_name(config: dict[str, Any]) -> str:
 
 
 def _weights(run: Run) -> list[Tensor]:
-    """The weights of every layer's bias, or nothing where there is none to be drawn."""
+    """The weights of the bias of every layer that reads it, if there are any to be drawn."""
     if not run.model_file.exists() and not run.steps():
         return []
-    _, model = load_run(run.folder)
+    config, model = load_run(run.folder)
     layers = [figures.weights_of(bias) for bias in figures.biases(model)]
+    if config.model.pooling == "cls":
+        layers = layers[:-1]  # the last layer's is as it began: CLS alone is read, which gets none
     return layers if all(w.isfinite().all() for w in layers) else []
 
 

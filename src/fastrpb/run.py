@@ -190,15 +190,23 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         lines = path.read_text().splitlines()
     except UnicodeDecodeError:
         raise ValueError(f"{path} is no file of records: it is not text") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            value = json.loads(line)
-            if not isinstance(value, dict):
-                raise ValueError
+    values = [_object(line) for line in lines]
+    if len(lines) > 1 and not any(values):
+        raise ValueError(f"{path} is no file of records such as results.jsonl")
+    for number, value in enumerate(values, 1):
+        if value is not None:
             yield value
-        except ValueError:
-            if number < len(lines):
-                raise ValueError(f"{path}: line {number} is damaged; remove it") from None
+        elif number < len(lines):
+            raise ValueError(f"{path}: line {number} is damaged; remove it")
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    """What a line of JSON holds; None where that is not an object."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def same_config(config: Any) -> str:

@@ -35,6 +35,12 @@ def test_a_grid_keeps_the_options_and_the_seeds():
     assert {c.model.layers for c in configs} == {1}
 
 
+def test_a_grid_has_each_run_once_and_none_whose_bias_is_not_read():
+    assert len(grid("digits", ["sikf", "sikf"], ["none"], [0, 0, 1], {})) == 2
+    with pytest.raises(ValueError, match="FastRPB would do nothing"):
+        grid("digits", ["sikf"], ["none", "fastrpb"], [0], {"layers": 1, "pooling": "cls"})
+
+
 def test_a_run_that_fails_does_not_end_the_others(small, tmp_path):
     bad = small(steps=50, learning_rate=1e30, warmup=0)
     good, events = small(steps=2), []

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from fastrpb.config import differences, from_json, load_config, override, to_json
+from fastrpb.config import RunConfig, differences, from_json, load_config, override, to_json
 from fastrpb.data import TASKS
 from fastrpb.presets import BEST, COLUMNS, ROWS, best, name_of, preset, with_row
 
@@ -84,11 +84,16 @@ def test_a_task_without_a_best_set_up():
         best("digits")
 
 
+def test_a_model_that_is_none():
+    with pytest.raises(TypeError, match=r"model must be a ModelConfig, got {'layers': 1}"):
+        RunConfig("digits", {"layers": 1}, epochs=1)  # pyright: ignore[reportArgumentType]
+
+
 def test_a_bias_that_nobody_reads_is_not_trained():
     unread = override(preset("digits"), {"layers": 1, "pooling": "cls", "norm": "layer"})
     with pytest.raises(ValueError, match="FastRPB would do nothing; use pooling='mean'"):
         unread.check_bias_is_read()
-    for change in ({"layers": 2}, {"pooling": "mean"}, {"norm": "batch"}, {"position": "none"}):
+    for change in ({"layers": 2}, {"pooling": "mean"}, {"position": "none"}):
         override(unread, change).check_bias_is_read()
 
 
@@ -103,7 +108,7 @@ def test_a_changed_config_has_another_name():
     ("values", "message"),
     [
         ({"lerning_rate": 1}, "no field 'lerning_rate'; did you mean learning_rate"),
-        ({"vocab_size": 3}, "no field 'vocab_size'"),
+        ({"vocab_size": 3}, "vocab_size is decided by the task digits"),
         ({"schedule": "linar"}, "schedule='linar'; did you mean linear"),
         ({"precision": "int4"}, "precision='int4'; choose from fp32"),
         ({"steps": 0}, "steps=0 must be at least 1"),

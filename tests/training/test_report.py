@@ -50,7 +50,7 @@ def runs(tmp_path_factory):
     """Two seeds with a 1D bias, one with a 2D bias, one without, one cut off."""
     folder = tmp_path_factory.mktemp("runs")
     for position, seed in [("fastrpb", 0), ("fastrpb", 1), ("fastrpb2d", 0), ("none", 0)]:
-        config = small(position=position, steps=20, eval_every=10, seed=seed)
+        config = small(position=position, steps=20, eval_every=10, layers=3, seed=seed)
         train(config, folder / name_of(config), cpu=True)
     begun = Run(folder / "begun")
     begun.open(small())
@@ -242,12 +242,27 @@ def test_a_long_strip_shows_a_weight_at_its_distance(distance):
 
 
 def test_two_set_ups_of_a_task_are_two_tables(runs, tmp_path):
-    train(small(steps=2, layers=3), tmp_path / "other", cpu=True)
+    train(small(steps=2), tmp_path / "other", cpu=True)
     content = write_report([runs, tmp_path / "other"], tmp_path / "report").read_text()
     assert "<h2>digits</h2>" in content
     assert "<h2>digits 2</h2>" in content
     (note,) = re.findall(r"Unlike digits: (.*)\.</p>", content)
-    assert note == "layers 2 → 3, steps 20 → 2, eval_every 10 → None"
+    assert note == "layers 3 → 2, steps 20 → 2, eval_every 10 → None"
+
+
+def test_set_ups_of_one_cell_that_differ_in_their_own_fields(tmp_path):
+    for rate in (1e-3, 1e-2):
+        train(small(steps=2, learning_rate=rate), tmp_path / f"{rate}", cpu=True)
+    content = write_report([tmp_path], tmp_path / "report").read_text()
+    (note,) = re.findall(r"Unlike digits: (.*)\.</p>", content)
+    assert note == "learning_rate 0.001 → 0.01"
+
+
+def test_the_layer_that_is_not_read_is_not_shown(tmp_path):
+    train(small(steps=2), tmp_path / "run", cpu=True)
+    content = write_report([tmp_path / "run"], tmp_path / "report").read_text()
+    (data,) = re.findall(r'^.*"runs": \[.*$', content, flags=re.MULTILINE)
+    assert data.count('"weights": ') == 1  # of two layers
 
 
 def test_a_file_of_records(runs):
@@ -268,6 +283,10 @@ def test_bad_input(tmp_path):
     with pytest.raises(ValueError, match="weights is no file of records: it is not text"):
         collect([tmp_path / "weights"])
     (tmp_path / "results.jsonl").write_text("{}\n")
+    other = tmp_path / "other.json"
+    other.write_text('{\n "no": "record"\n}\n')
+    with pytest.raises(ValueError, match=r"other.json is no file of records such as results.jsonl"):
+        collect([other])
     with pytest.raises(ValueError, match=r"results.jsonl: line 1 is no record of a run"):
         collect([tmp_path])
 
