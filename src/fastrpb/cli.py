@@ -23,6 +23,7 @@ except ModuleNotFoundError as missing:
 from fastrpb import __version__
 from fastrpb.config import OF_THE_TASK, RunConfig, load_config, override
 from fastrpb.data import TASKS, DataError, load
+from fastrpb.files import reason_of
 from fastrpb.model_config import ModelConfig
 from fastrpb.presets import COLUMNS, ROWS, best, name_of, preset
 
@@ -57,10 +58,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         app()
-    except ValueError as error:
-        _complain(str(error))
-    except OSError as error:
-        _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except (OSError, ValueError) as error:
+        _complain(reason_of(error))
     except KeyboardInterrupt:
         sys.exit(130)
     except ModuleNotFoundError as missing:

@@ -18,6 +18,7 @@ import torch
 
 from fastrpb.checks import check_choice
 from fastrpb.config import RunConfig, override
+from fastrpb.files import reason_of
 from fastrpb.model_config import Position
 from fastrpb.presets import COLUMNS, ROWS, name_of, preset, row, with_row
 from fastrpb.processes import fresh_processes
@@ -213,4 +214,4 @@ def _train_apart(
         except BusyError as busy:
             tell(busy)
         except (OSError, ValueError) as error:
-            tell(str(error))
+            tell(reason_of(error))

@@ -28,6 +28,17 @@ def shipped_or(path: str | os.PathLike) -> Path:
     return SHIPPED / path if str(path) in shipped() and not own else path
 
 
+def reason_of(error: Exception) -> str:
+    """What went wrong as a sentence: of the system's errors, the file and the reason.
+
+    >>> reason_of(FileNotFoundError(2, "No such file or directory", "x.txt"))
+    'x.txt: No such file or directory'
+    """
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A path to write to; what was written is at `path` afterwards, or nothing has changed.

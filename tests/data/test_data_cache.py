@@ -1,4 +1,5 @@
 import errno
+import os
 import subprocess
 import sys
 import time
@@ -78,16 +79,24 @@ def test_two_processes_at_once_make_one_whole_entry(tmp_path, own_cache):
     assert [path.name.startswith("text-") for path in own_cache.iterdir()] == [True]
 
 
-def test_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, own_cache, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "No space left on device; free some space, or set FASTRPB_CACHE to another"),
+        (errno.EACCES, "Permission denied; set FASTRPB_CACHE to another folder"),
+    ],
+)
+def test_a_failed_write_is_one_sentence_and_leaves_nothing(
+    number, words, tmp_path, own_cache, monkeypatch
+):
     def save(file, array):
         file.write(b"half of it")
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     folder = write_reviews(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(np, "save", save)
-        reason = r"cannot write to .*: No space left on device; free some space, or set FASTRPB_CAC"
-        with pytest.raises(DataError, match=reason):
+        with pytest.raises(DataError, match=f"cannot write to .*: {words}"):
             load("text", folder)
     assert list(own_cache.iterdir()) == []
     assert len(load("text", folder).test) == 2

@@ -52,7 +52,9 @@ def staging(folder: Path, elsewhere: str) -> Iterator[Path]:
         with TemporaryDirectory(prefix=".partial-", dir=folder) as temporary:
             yield Path(temporary)
     except OSError as error:
-        raise DataError(f"cannot write to {folder}: {error.strerror}; {elsewhere}") from error
+        free = "" if isinstance(error, PermissionError) else "free some space, or "
+        reason = f"{error.strerror}; {free}{elsewhere}"
+        raise DataError(f"cannot write to {folder}: {reason}") from error
 
 
 def _digest(files: Files) -> str:
@@ -77,7 +79,7 @@ def _save(splits: dict[str, Split], folder: Path) -> None:
     arrays = {name: getattr(sequences, name) for name in ("tokens", "starts", "lengths")}
     for name, split in splits.items():
         arrays |= {f"{name}.index": split.index, f"{name}.labels": split.labels}
-    elsewhere = "free some space, or set FASTRPB_CACHE to a folder that has it"
+    elsewhere = "set FASTRPB_CACHE to another folder"
     with staging(folder.parent, elsewhere) as temporary:
         entry = temporary / folder.name
         entry.mkdir()

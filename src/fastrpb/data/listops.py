@@ -134,7 +134,7 @@ def generate(
     if there:
         names = ", ".join(there)
         raise DataError(f"{out} has {names} already; remove them or choose another folder by --out")
-    elsewhere = "free some space, or choose another folder with --out"
+    elsewhere = "choose another folder with --out"
     workers = workers or os.cpu_count() or 1
     chunk = partial(_chunk, seed, grammar)
     with staging(out, elsewhere) as temporary, _in_order(chunk, workers) as chunks:
