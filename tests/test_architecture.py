@@ -42,6 +42,7 @@ TOOLS = [
     "figures",
     "report",
     "show",
+    "options",
 ]
 ORDER = [*CORE, "__init__", *TOOLS, "hf", "onnx", "cli", "__main__"]
 

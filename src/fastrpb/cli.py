@@ -1,30 +1,38 @@
 """The command `fastrpb`: each command calls a function of the library and shows what it gives."""
 
 import functools
-import inspect
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 try:
     import typer
 
-    from fastrpb.show import Display, show_dataset, show_table, waiting
+    from fastrpb.options import (
+        ONE_TASK,
+        Cpu,
+        DataDir,
+        Metric,
+        RunFolder,
+        Strongest,
+        TaskName,
+        config_options,
+    )
+    from fastrpb.show import Display, outcome_in_words, show_dataset, show_table, waiting
 except ModuleNotFoundError as missing:
     message = f"fastrpb: the command needs the package {missing.name}: pip install 'fastrpb[cli]'"
     print(message, file=sys.stderr)
     sys.exit(2)
 
 from fastrpb import __version__
-from fastrpb.config import OF_THE_TASK, RunConfig, load_config, override
-from fastrpb.data import TASKS, DataError, load
+from fastrpb.config import RunConfig, load_config, override
+from fastrpb.data import DataError, load
 from fastrpb.files import reason_of
-from fastrpb.model_config import ModelConfig
 from fastrpb.presets import COLUMNS, ROWS, best, name_of, preset
 
 # Commands import what they need, so that the others start quickly and without its packages.
@@ -33,21 +41,6 @@ EXTRAS = {"accelerate": "train", "filelock": "train", "safetensors": "model"}
 EXTRAS |= {"matplotlib": "report", "optuna": "sweep"}
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
-
-ONE_TASK = typer.Argument(help=f"One of {', '.join(TASKS)}.", autocompletion=lambda: TASKS)
-TaskName = Annotated[str, ONE_TASK]
-RunFolder = Annotated[
-    Path, typer.Argument(help="The folder of a run, or mnist: the trained model of the package.")
-]
-DataDir = Annotated[
-    Path | None,
-    typer.Option(help="Folder that has the files. Default: FASTRPB_DATA, else the Hub."),
-]
-Strongest = Annotated[
-    bool, typer.Option("--best", help="The strongest set-up found, instead of the paper's.")
-]
-Cpu = Annotated[bool, typer.Option("--cpu", help="Stay on the CPU even where there is a GPU.")]
-Metric = Annotated[Literal["accuracy", "f1"], typer.Option(help="On test, in per cent.")]
 
 
 def main() -> None:
@@ -159,37 +152,8 @@ def data(
     show_dataset(load(task, data_dir, max_length=max_length), samples)
 
 
-def _config_options(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command an option for each field of a run and of its model, as the dict `values`."""
-    left_out = ("task", "model", *OF_THE_TASK, *left_out)
-    options = []
-    for panel, config in (("Run", RunConfig), ("Model", ModelConfig)):
-        for name, hint in get_type_hints(config, include_extras=True).items():
-            annotated = get_origin(hint) is Annotated
-            text = f"{hint.__metadata__[0]}." if annotated else None
-            option = typer.Option(help=text, rich_help_panel=panel)
-            kind = Annotated[(get_args(hint)[0] if annotated else hint) | None, option]
-            if name not in left_out:
-                where = inspect.Parameter.KEYWORD_ONLY
-                options.append(inspect.Parameter(name, where, default=None, annotation=kind))
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def wrapper(**arguments: Any) -> None:
-            values = {option.name: arguments.pop(option.name) for option in options}
-            given = {name: value for name, value in values.items() if value is not None}
-            command(**arguments, values=given)
-
-        own = [p for p in inspect.signature(command).parameters.values() if p.name != "values"]
-        wrapper.__signature__ = inspect.Signature([*own, *options])  # pyright: ignore[reportAttributeAccessIssue]
-        wrapper.__annotations__ = {p.name: p.annotation for p in [*own, *options]}
-        return wrapper
-
-    return decorate
-
-
 @app.command()
-@_config_options()
+@config_options()
 def train(
     task: Annotated[str | None, ONE_TASK] = None,
     *,
@@ -258,11 +222,11 @@ def train(
         _complain(f"{interruption}; go on with: {shlex.join([*again, *['--cpu'] * cpu])}")
         sys.exit(128 + interruption.number)
     if _is_main():
-        print(f"{run.folder}: {_in_words(record)}")
+        print(f"{run.folder}: {outcome_in_words(record)}")
 
 
 @app.command()
-@_config_options("seed", "attention", "features", "position")
+@config_options("seed", "attention", "features", "position")
 def compare(
     task: TaskName,
     *,
@@ -299,7 +263,7 @@ def compare(
 
 
 @app.command()
-@_config_options()
+@config_options()
 def sweep(
     task: Annotated[str | None, ONE_TASK] = None,
     *,
@@ -497,15 +461,6 @@ def _whole_number(name: str, word: str) -> int:
     return int(word)
 
 
-def _in_words(record: dict[str, Any]) -> str:
-    test = record["metrics"]["test"]
-    return (
-        f"test accuracy {test['accuracy']:.2%}, macro F1 {test['f1']:.2%}, "
-        f"{record['seconds']:.1f} s of training, {record['tokens_per_second']:,.0f} tokens/s, "
-        f"{record['peak_memory_bytes'] / 2**20:,.0f} MiB at the peak"
-    )
-
-
 def _compare(
     configs: Sequence[RunConfig], folder: Path, metric: str, **options: Any
 ) -> list[dict[str, Any]]:
@@ -524,7 +479,7 @@ def _compare(
                 failed[config] = event
                 display.done(name_of(config), event)
             elif isinstance(event, dict):
-                display.done(name_of(config), _in_words(event))
+                display.done(name_of(config), outcome_in_words(event))
             else:
                 display.progress(name_of(config), event)
 

@@ -116,7 +116,7 @@ class Encoder(nn.Module):
         """
         seen = streams[0].tokens if streams else 0
         self._check(tokens, mask, seen)
-        if cls_alone and (self.cls is None or self.config.norm != "layer"):
+        if cls_alone and not self._cls_can_be_alone:
             raise ValueError(
                 "cls_alone=True needs pooling='cls' and norm='layer', got "
                 f"{self.config.pooling!r} and {self.config.norm!r}"
@@ -138,14 +138,17 @@ class Encoder(nn.Module):
                 x = block(x, mask, stream, alone)
         return self.norm(x)
 
+    @property
+    def _cls_can_be_alone(self) -> bool:
+        return self.cls is not None and self.config.norm == "layer"
+
     def pool(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         """One vector a sequence: CLS, or the mean over the kept tokens. (batch, dim).
 
         Nobody reads what the last block makes of other tokens than CLS, so it does not; but a
         batch norm in it needs them all.
         """
-        alone = self.cls is not None and self.config.norm == "layer"
-        return self.pooled(self(tokens, mask, cls_alone=alone), mask)
+        return self.pooled(self(tokens, mask, cls_alone=self._cls_can_be_alone), mask)
 
     def pooled(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """`pool`, given what `forward` gave."""

@@ -309,7 +309,7 @@ def _weights(run: Run) -> list[Tensor]:
     config, model = load_run(run.folder)
     layers = [figures.weights_of(bias) for bias in figures.biases(model)]
     if config.model.pooling == "cls":
-        layers = layers[:-1]  # the last layer's is as it began: CLS alone is read, which gets none
+        layers = layers[:-1]  # of the last layer CLS alone is read, which gets no bias
     return layers if all(w.isfinite().all() for w in layers) else []
 
 

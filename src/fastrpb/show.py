@@ -2,7 +2,7 @@
 
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.columns import Columns
 from rich.console import Console
@@ -77,6 +77,16 @@ def in_words(progress: "train.Progress") -> str:
         f"{left}  step {progress.step}/{progress.steps}  "
         f"loss {progress.loss:.4f}  accuracy {progress.accuracy:.1%}  "
         f"{progress.tokens_per_second:,.0f} tokens/s"
+    )
+
+
+def outcome_in_words(record: dict[str, Any]) -> str:
+    """What a finished run gave, and what it took."""
+    test = record["metrics"]["test"]
+    return (
+        f"test accuracy {test['accuracy']:.2%}, macro F1 {test['f1']:.2%}, "
+        f"{record['seconds']:.1f} s of training, {record['tokens_per_second']:,.0f} tokens/s, "
+        f"{record['peak_memory_bytes'] / 2**20:,.0f} MiB at the peak"
     )
 
 

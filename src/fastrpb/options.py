@@ -1,0 +1,57 @@
+"""Arguments and options that several commands have, and one for each field of a config."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import typer
+
+from fastrpb.config import OF_THE_TASK, RunConfig
+from fastrpb.data import TASKS
+from fastrpb.model_config import ModelConfig
+
+ONE_TASK = typer.Argument(help=f"One of {', '.join(TASKS)}.", autocompletion=lambda: TASKS)
+TaskName = Annotated[str, ONE_TASK]
+RunFolder = Annotated[
+    Path, typer.Argument(help="The folder of a run, or mnist: the trained model of the package.")
+]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(help="Folder that has the files. Default: FASTRPB_DATA, else the Hub."),
+]
+Strongest = Annotated[
+    bool, typer.Option("--best", help="The strongest set-up found, instead of the paper's.")
+]
+Cpu = Annotated[bool, typer.Option("--cpu", help="Stay on the CPU even where there is a GPU.")]
+Metric = Annotated[Literal["accuracy", "f1"], typer.Option(help="On test, in per cent.")]
+
+
+def config_options(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command an option for each field of a run and of its model, as the dict `values`."""
+    left_out = ("task", "model", *OF_THE_TASK, *left_out)
+    options = []
+    for panel, config in (("Run", RunConfig), ("Model", ModelConfig)):
+        for name, hint in get_type_hints(config, include_extras=True).items():
+            annotated = get_origin(hint) is Annotated
+            text = f"{hint.__metadata__[0]}." if annotated else None
+            option = typer.Option(help=text, rich_help_panel=panel)
+            kind = Annotated[(get_args(hint)[0] if annotated else hint) | None, option]
+            if name not in left_out:
+                where = inspect.Parameter.KEYWORD_ONLY
+                options.append(inspect.Parameter(name, where, default=None, annotation=kind))
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def wrapper(**arguments: Any) -> None:
+            values = {option.name: arguments.pop(option.name) for option in options}
+            given = {name: value for name, value in values.items() if value is not None}
+            command(**arguments, values=given)
+
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != "values"]
+        wrapper.__signature__ = inspect.Signature([*own, *options])  # pyright: ignore[reportAttributeAccessIssue]
+        wrapper.__annotations__ = {p.name: p.annotation for p in [*own, *options]}
+        return wrapper
+
+    return decorate
