@@ -15,6 +15,8 @@ BIASES_2D = [
     lambda **k: FastRPB2d(3, 3, 5, **k),
     lambda **k: FastRPB2d(3, 4, 4, kind="full", **k),
     lambda **k: FastRPB2d(3, 5, 3, kind="full", **k),
+    lambda **k: FastRPB2d(3, 4, 5, symmetric=True, **k),
+    lambda **k: FastRPB2d(3, 5, 3, kind="full", symmetric=True, **k),
 ]
 ALL = [*BIASES_2D, *(partial(FastRPB, 3, 20, **f) for f in FLAGS)]
 
@@ -26,7 +28,9 @@ def distances(bias):
         return torch.arange(first, first + bias.w.shape[1]).abs()
     dy, dx = (torch.arange(1 - size, size) for size in (bias.height, bias.width))
     if bias.kind == "additive":
-        return max(dy, dx, key=len).abs()
+        d = max(dy, dx, key=len)
+        return d[d >= 0] if bias.symmetric else d.abs()
+    dx = dx[dx >= 0] if bias.symmetric else dx
     return (dy.unsqueeze(1) ** 2 + dx**2).sqrt()
 
 
@@ -157,6 +161,21 @@ def test_causal_and_symmetric_store_half_of_the_weights():
     assert torch.equal(symmetric.matrix(50)[:, 0], symmetric.w)
 
 
+@pytest.mark.parametrize(("kind", "stored"), [("additive", (5,)), ("full", (7, 5))])
+def test_a_symmetric_image_bias_treats_mirror_images_alike(kind, stored):
+    rpb = FastRPB2d(3, 4, 5, kind=kind, symmetric=True, prefix=1)
+    assert rpb.w.shape == (3, *stored)
+    cls, pixels = torch.randn(2, 3, 1, 4), torch.randn(2, 3, 4, 5, 4)
+
+    def bias_of(pixels):
+        y = rpb(torch.cat([cls, pixels.flatten(2, 3)], dim=2))
+        return y[:, :, 1:].unflatten(2, (4, 5))
+
+    torch.testing.assert_close(bias_of(pixels.flip(3)), bias_of(pixels).flip(3))
+    upside_down = (bias_of(pixels.flip(2)) - bias_of(pixels).flip(2)).abs().max()
+    assert upside_down < 1e-5 if kind == "additive" else upside_down > 0.1
+
+
 def test_causal_bias_does_not_see_the_future():
     rpb = FastRPB(3, 300, causal=True, init=init.normal(1.0))
     v = torch.randn(2, 3, 300, 4)
@@ -253,6 +272,18 @@ def test_local_init_is_unit_and_reaches_from_shortest_to_longest():
     assert 60 < reach[-1] < 260
 
 
+@pytest.mark.parametrize(
+    "rpb",
+    [
+        FastRPB(3, 401, symmetric=True, init=init.local(1, 8)),
+        FastRPB2d(3, 41, 41, kind="full", symmetric=True, init=init.local(1, 2)),
+    ],
+)
+def test_local_init_of_symmetric_weights_counts_both_sides(rpb):
+    middle = rpb.matrix(tokens(rpb))[:, tokens(rpb) // 2]
+    torch.testing.assert_close(middle.norm(dim=-1), torch.ones(3))
+
+
 def test_local_init_keeps_the_size_of_the_matrix():
     for rpb in (FastRPB(3, 64), FastRPB2d(3, 8, 8, kind="full"), FastRPB2d(3, 8, 8)):
         rows = []
@@ -283,9 +314,10 @@ def test_resize_keeps_common_distances(new, flags):
     assert other.w.requires_grad
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("kind", ["additive", "full"])
-def test_resize_2d_keeps_common_distances(kind):
-    rpb = FastRPB2d(3, 4, 6, kind=kind, init=init.normal(1.0))
+def test_resize_2d_keeps_common_distances(kind, symmetric):
+    rpb = FastRPB2d(3, 4, 6, kind=kind, symmetric=symmetric, init=init.normal(1.0))
     larger = rpb.resize(5, 9)
     corner = larger.matrix(45).unflatten(-1, (5, 9)).unflatten(1, (5, 9))[:, :4, :6, :4, :6]
     assert torch.equal(corner.flatten(-2).flatten(1, 2), rpb.matrix(24))
@@ -336,6 +368,9 @@ def test_repr_shows_the_settings():
     )
     assert repr(FastRPB2d(8, 28, 30, kind="full", dropout=0.1, threshold=0.2)) == (
         "FastRPB2d(8, 28, 30, kind='full', dropout=0.1, threshold=0.2)"
+    )
+    assert repr(FastRPB2d(8, 4, 5, symmetric=True)) == (
+        "FastRPB2d(8, 4, 5, kind='additive', symmetric=True)"
     )
     assert repr(FastRPB(8, 64, envelope=(1, 9))) == "FastRPB(8, max_length=64, envelope=(1, 9))"
 

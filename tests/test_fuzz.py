@@ -113,7 +113,8 @@ class Fuzzer:
             length = self.random.randint(1, longest)
         else:
             h, w, kind = self.size(10), self.size(10), self.random.choice(["additive", "full"])
-            rpb = FastRPB2d(heads, h, w, kind=kind, prefix=prefix, init=init.normal(1.0))
+            symmetric, fill = self.random.random() < 0.3, init.normal(1.0)
+            rpb = FastRPB2d(heads, h, w, kind=kind, symmetric=symmetric, prefix=prefix, init=fill)
             length = h * w
         v = self.tensor(self.size(3), heads, prefix + length, self.size(5))
         mask = None

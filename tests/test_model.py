@@ -180,6 +180,36 @@ def test_settings_of_the_bias(position):
             rpb = block.attention.bias
             assert rpb.envelope == ((1.0, 8.0) if envelope else None)
             assert (rpb.threshold, rpb.dropout, rpb.prefix) == (0.1, 0.2, 1)
+    assert not rpb.symmetric
+    mirrored = Classifier(config(position=position, bias_symmetric=True)).encoder
+    assert all(block.attention.bias.symmetric for block in mirrored.blocks)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_symmetric_bias_makes_mirror_images_one(symmetric):
+    settings = {"position": "fastrpb2d", "bias_kind": "full", "absolute": "none"}
+    model = Classifier(config(**settings, bias_symmetric=symmetric, pooling="mean")).double()
+    pixels = torch.randint(11, (3, 4, 6))
+    difference = (model(pixels.flatten(1)) - model(pixels.flip(2).flatten(1))).abs().max()
+    assert difference < 1e-12 if symmetric else difference > 1e-6
+
+
+def test_gelu_of_attention_and_bias():
+    plain = Classifier(config(filters=16)).encoder.blocks[0].attention
+    bent = Classifier(config(filters=16, attention_gelu=True)).encoder.blocks[0].attention
+    bent.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 25, 16)
+    seen = []
+    plain.out.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    plain(x)
+    torch.testing.assert_close(bent(x), plain.out(torch.nn.functional.gelu(seen[0])))
+
+
+def test_gelu_token_by_token():
+    encoder = LanguageModel(config(causal=True, pooling="mean", attention_gelu=True)).encoder
+    tokens, streams = batch()[0], [Stream() for _ in encoder.blocks]
+    parts = [encoder(part, streams=streams) for part in tokens.split(9, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), encoder(tokens), rtol=1e-4, atol=1e-4)
 
 
 def test_a_head_that_norms_what_is_pooled():
@@ -427,6 +457,7 @@ def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
         ({"embedding_init": "rff"}, "embedding_init='rff'; choose from normal, smooth"),
         ({"position": "fastrpb2d", "image": (5, 5)}, "5×5 has 25 pixels, but max_length=24"),
         ({"position": "fastrpb2d", "causal": True, "pooling": "mean"}, "cannot be causal"),
+        ({"bias_symmetric": True, "causal": True, "pooling": "mean"}, "choose one of causal and"),
         ({"layers": 0}, "layers=0"),
         ({"qkv_dim": 0}, "qkv_dim=0"),
         ({"mlp_dim": 0}, "mlp_dim=0"),

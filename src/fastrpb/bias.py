@@ -25,7 +25,7 @@ from fastrpb.checks import (
     check_size,
     compute_dtype,
 )
-from fastrpb.init import Init, decay, local
+from fastrpb.init import Copies, Init, decay, local
 from fastrpb.toeplitz import toeplitz, toeplitz_matmul
 
 _HELD = 0.1  # where the envelope is less, first weights count for less than the init says
@@ -50,6 +50,7 @@ class Bias(nn.Module, ABC):
         envelope: tuple[float, float] | None,
         dropout: float,
         threshold: float,
+        symmetric: bool,
     ):
         super().__init__()
         check_size("num_heads", num_heads)
@@ -71,6 +72,7 @@ class Bias(nn.Module, ABC):
         self.envelope = None if envelope is None else tuple(envelope)
         self.dropout = dropout
         self.threshold = threshold
+        self.symmetric = symmetric
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -95,7 +97,8 @@ class Bias(nn.Module, ABC):
         return nn.functional.dropout(w, self.dropout) if self.dropout and self.training else w
 
     def _settings(self) -> dict[str, Any]:
-        return {x: getattr(self, x) for x in ("prefix", "envelope", "dropout", "threshold")}
+        names = ("symmetric", "prefix", "envelope", "dropout", "threshold")
+        return {name: getattr(self, name) for name in names}
 
     def _shown_settings(self) -> str:
         return "".join(f", {name}={value}" for name, value in self._settings().items() if value)
@@ -104,9 +107,17 @@ class Bias(nn.Module, ABC):
     def _distance(self) -> Tensor:
         """How far every stored weight reaches, in tokens or pixels."""
 
-    def _copies(self) -> int:
+    def _copies(self) -> Copies:
         """How often a weight stands in a row of W."""
-        return 1
+        if not self.symmetric:
+            return 1
+        copies = torch.full(self.w.shape[1:], 2, device=self.w.device)
+        copies[..., 0] = 1
+        return copies
+
+    def _both_sides(self, w: Tensor) -> Tensor:
+        """The weights of all distances of the last axis, if one half is stored for both."""
+        return torch.cat([w[..., 1:].flip(-1), w], dim=-1) if self.symmetric else w
 
     @abstractmethod
     def _dense(self, length: int) -> Tensor:
@@ -214,13 +225,12 @@ class FastRPB(Bias):
         dropout: float = 0.0,
         threshold: float = 0.0,
     ):
-        super().__init__(num_heads, prefix, init, envelope, dropout, threshold)
+        super().__init__(num_heads, prefix, init, envelope, dropout, threshold, symmetric)
         check_size("max_length", max_length)
         if causal and symmetric:
             raise ValueError("a causal bias has no future to be symmetric with; choose one of both")
         self.max_length = max_length
         self.causal = causal
-        self.symmetric = symmetric
         self.w = nn.Parameter(torch.empty(num_heads, len(self._distances())))
         self.reset_parameters()
 
@@ -253,8 +263,7 @@ class FastRPB(Bias):
         if self.causal:
             return nn.functional.pad(self._part(n - length, n), (0, length - 1))
         if self.symmetric:
-            half = self._part(0, length)
-            return torch.cat([half[:, 1:].flip(-1), half], dim=-1)
+            return self._both_sides(self._part(0, length))
         return self._part(n - length, n + length - 1)
 
     def _dense(self, length: int) -> Tensor:
@@ -384,7 +393,6 @@ class FastRPB(Bias):
             self.num_heads,
             max_length,
             causal=self.causal,
-            symmetric=self.symmetric,
             init=self.init,
             **self._settings(),
         ).to(self.w)
@@ -407,8 +415,8 @@ class FastRPB(Bias):
         )
 
     def extra_repr(self) -> str:
-        flags = "".join(f", {f}=True" for f in ("causal", "symmetric") if getattr(self, f))
-        return f"{self.num_heads}, max_length={self.max_length}{flags}{self._shown_settings()}"
+        causal = ", causal=True" if self.causal else ""
+        return f"{self.num_heads}, max_length={self.max_length}{causal}{self._shown_settings()}"
 
 
 @dataclass

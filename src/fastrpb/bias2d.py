@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fastrpb.bias import Bias
 from fastrpb.checks import check_size, compute_dtype
-from fastrpb.init import Init, local
+from fastrpb.init import Copies, Init, local
 from fastrpb.toeplitz import toeplitz_2d, toeplitz_matmul_2d
 
 Kind = Literal["additive", "full"]
@@ -25,6 +25,8 @@ class FastRPB2d(Bias):
         height: rows of the image.
         width: columns of the image; need not equal `height`.
         kind: "additive" or "full".
+        symmetric: w_{dy,dx} = w_{dy,-dx}, so that an image and its mirror image are treated alike;
+            stores half of the weights. Of an additive bias, w_d = w_{-d} for rows as well.
         prefix: tokens at the front (CLS) that neither get nor give bias nor shift the pixels.
         init: fills `w` (see `fastrpb.init`).
         envelope: (shortest, longest) scales s_h of a decay, spread over the heads as by
@@ -36,6 +38,7 @@ class FastRPB2d(Bias):
 
     Attributes:
         w: additive (num_heads, 2·max(height, width)-1); full (num_heads, 2·height-1, 2·width-1).
+            Symmetric: of the last axis, the distances from 0.
 
     >>> rpb = FastRPB2d(8, 28, 28, prefix=1)
     >>> rpb(torch.randn(2, 8, 785, 32)).shape
@@ -49,13 +52,14 @@ class FastRPB2d(Bias):
         width: int,
         *,
         kind: Kind = "additive",
+        symmetric: bool = False,
         prefix: int = 0,
         init: Init = local(),  # noqa: B008  (a function, not state)
         envelope: tuple[float, float] | None = None,
         dropout: float = 0.0,
         threshold: float = 0.0,
     ):
-        super().__init__(num_heads, prefix, init, envelope, dropout, threshold)
+        super().__init__(num_heads, prefix, init, envelope, dropout, threshold, symmetric)
         check_size("height", height)
         check_size("width", width)
         if kind not in ("additive", "full"):
@@ -63,23 +67,29 @@ class FastRPB2d(Bias):
         self.height = height
         self.width = width
         self.kind: Kind = kind
-        self.w = nn.Parameter(torch.empty(num_heads, *self._shape()))
+        self.w = nn.Parameter(torch.empty(num_heads, *map(len, self._distances())))
         self.reset_parameters()
 
-    def _shape(self) -> tuple[int, ...]:
-        """Of the weights of a head."""
-        height, width = 2 * self.height - 1, 2 * self.width - 1
-        return (max(height, width),) if self.kind == "additive" else (height, width)
+    def _distances(self) -> list[range]:
+        """The distances that `w` stores, by axis."""
+        full = self.kind == "full"
+        sizes = [self.height, self.width] if full else [max(self.height, self.width)]
+        axes = [range(1 - size, size) for size in sizes]
+        if self.symmetric:
+            axes[-1] = range(sizes[-1])
+        return axes
 
     def _distance(self) -> Tensor:
         dtype, device = compute_dtype(self.w), self.w.device
         axes = [
-            torch.arange(size, dtype=dtype, device=device) - size // 2 for size in self._shape()
+            torch.arange(axis.start, axis.stop, dtype=dtype, device=device)
+            for axis in self._distances()
         ]
         return axes[0].abs() if self.kind == "additive" else torch.hypot(axes[0][:, None], axes[1])
 
-    def _copies(self) -> int:
-        return self.height + self.width if self.kind == "additive" else 1
+    def _copies(self) -> Copies:
+        copies = super()._copies()
+        return (self.height + self.width) * copies if self.kind == "additive" else copies
 
     def weights(self) -> Tensor:
         """w as it counts: under the envelope, past the threshold, in training with some dropped.
@@ -87,7 +97,8 @@ class FastRPB2d(Bias):
         >>> FastRPB2d(2, 3, 3, kind="full", threshold=0.1).weights().shape
         torch.Size([2, 5, 5])
         """
-        return self._used(self.w, None if self.envelope is None else self._distance())
+        distance = None if self.envelope is None else self._distance()
+        return self._both_sides(self._used(self.w, distance))
 
     def _dense(self, length: int) -> Tensor:
         self._check_length(length)
@@ -119,10 +130,13 @@ class FastRPB2d(Bias):
         ).to(self.w)
         new.w.zero_()
         old_part, new_part = self.w.detach(), new.w.detach()
-        for axis in range(1, self.w.dim()):
-            count = min(self.w.shape[axis], new.w.shape[axis])
-            old_part = old_part.narrow(axis, (self.w.shape[axis] - count) // 2, count)
-            new_part = new_part.narrow(axis, (new.w.shape[axis] - count) // 2, count)
+        for axis, (here, there) in enumerate(
+            zip(self._distances(), new._distances(), strict=True), 1
+        ):
+            first = max(here.start, there.start)
+            count = min(here.stop, there.stop) - first
+            old_part = old_part.narrow(axis, first - here.start, count)
+            new_part = new_part.narrow(axis, first - there.start, count)
         new_part.copy_(old_part)
         return new
 

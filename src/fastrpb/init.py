@@ -2,7 +2,7 @@
 
 An init is a function `init(w, distance, copies)` that fills `w` (heads, ...) in place. `distance`
 (...) is how far every relative distance reaches, in tokens (in pixels for a 2D bias); `copies` is
-how often a weight stands in a row of W: once, but for the additive 2D bias.
+how often a weight stands in a row of W: an int for all alike, or a tensor like `distance`.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from fastrpb.checks import check_scales
 
-Init = Callable[[Tensor, Tensor, int], object]
+Copies = int | Tensor
+Init = Callable[[Tensor, Tensor, Copies], object]
 
 
-def zero(w: Tensor, distance: Tensor, copies: int) -> None:
+def zero(w: Tensor, distance: Tensor, copies: Copies) -> None:
     """w = 0: the bias adds nothing yet, so a trained model that gets one is unchanged.
 
     >>> from fastrpb import FastRPB
@@ -58,10 +59,11 @@ def decay(heads: int, distance: Tensor, shortest: float, longest: float) -> Tens
     return torch.exp(-distance / scale.view(-1, *[1] * distance.dim()))
 
 
-def _normal(w: Tensor, distance: Tensor, copies: int, std: float) -> None:
+def _normal(w: Tensor, distance: Tensor, copies: Copies, std: float) -> None:
     w.normal_(0.0, std)
 
 
-def _local(w: Tensor, distance: Tensor, copies: int, shortest: float, longest: float) -> None:
+def _local(w: Tensor, distance: Tensor, copies: Copies, shortest: float, longest: float) -> None:
     w.normal_().mul_(decay(w.shape[0], distance, shortest, longest))
-    w /= torch.linalg.vector_norm(w, dim=tuple(range(1, w.dim())), keepdim=True) * copies**0.5
+    axes = tuple(range(1, w.dim()))
+    w /= torch.linalg.vector_norm(w * copies**0.5, dim=axes, keepdim=True)

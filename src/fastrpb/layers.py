@@ -91,10 +91,10 @@ class Stream:
 
 
 class SelfAttention(nn.Module):
-    """Y = (Attention(Q, K, V) + W·V)·O: projections, any attention, an optional bias on V.
+    """Y = f(Attention(Q, K, V) + W·V)·O: projections, any attention, an optional bias on V.
 
     The bias has `filters` sets of weights, each for width/filters channels of V; the attention has
-    `heads`. They need not be equal.
+    `heads`. They need not be equal. f is the `activation`, none by default.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class SelfAttention(nn.Module):
         attend: nn.Module,
         encoding: nn.Module | None = None,
         bias: FastRPB | FastRPB2d | None = None,
+        activation: nn.Module | None = None,
     ):
         super().__init__()
         self.heads = heads
@@ -112,6 +113,7 @@ class SelfAttention(nn.Module):
         self.attend = attend
         self.encoding = encoding
         self.bias = bias
+        self.activation = nn.Identity() if activation is None else activation
         self.out = nn.Linear(width, dim)
 
     def forward(
@@ -129,7 +131,7 @@ class SelfAttention(nn.Module):
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         queries, keys, values = (split_heads(x, self.heads) for x in (q, k, v))
         if stream is not None:
-            return self.out(self._stream(queries, keys, values, v, mask, stream))
+            return self._project(self._stream(queries, keys, values, v, mask, stream))
         if self.encoding is not None:
             queries, keys = self.encoding(queries, keys)
         plus = None
@@ -141,7 +143,10 @@ class SelfAttention(nn.Module):
         elif self.bias is not None:
             plus = merge_heads(self.bias(split_heads(v, self.bias.num_heads), mask))
             plus = split_heads(plus, self.heads)
-        return self.out(merge_heads(self.attend(queries, keys, values, mask, plus)))
+        return self._project(merge_heads(self.attend(queries, keys, values, mask, plus)))
+
+    def _project(self, y: Tensor) -> Tensor:
+        return self.out(self.activation(y))
 
     def _stream(
         self, q: Tensor, k: Tensor, values: Tensor, v: Tensor, mask: Tensor | None, stream: Stream

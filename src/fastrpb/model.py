@@ -54,6 +54,7 @@ class Block(nn.Module):
             _attend(config),
             _encoding(config),
             _bias(config),
+            nn.GELU() if config.attention_gelu else None,
         )
         self.mlp_norm = norm(config.dim)
         self.mlp = nn.Sequential(
@@ -360,6 +361,7 @@ def _bias(config: ModelConfig) -> FastRPB | FastRPB2d | None:
     }[config.bias_init]
     filters = config.num_filters
     shared: dict[str, Any] = {
+        "symmetric": config.bias_symmetric,
         "prefix": _prefix(config),
         "init": fill,
         "envelope": scales if config.bias_envelope else None,

@@ -25,6 +25,7 @@ _SIZES = (
     *("vocab_size", "max_length", "num_classes", "dim", "layers", "heads", "qkv_dim", "mlp_dim"),
     *("filters", "nu", "num_features", "realizations", "sines", "kernel_size"),
 )
+_FLAGS = ("head_norm", "causal", "bias_envelope", "bias_symmetric", "attention_gelu", "checkpoint")
 _BY_DEFAULT = ("qkv_dim", "mlp_dim", "filters")  # None: another size decides
 
 
@@ -68,6 +69,9 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
     bias_envelope: Annotated[
         bool, "weights of the bias fade with distance, by the scales of local init"
     ] = False
+    bias_symmetric: Annotated[
+        bool, "one weight of the bias for both directions; of fastrpb2d, for left and right"
+    ] = False
     bias_dropout: Annotated[float, "of the weights of the bias"] = 0.0
     bias_threshold: Annotated[float, "soft threshold of the weights of the bias"] = 0.0
     filters: Annotated[int | None, "of the bias: a divisor of the width; default: heads"] = None
@@ -80,6 +84,7 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
     attention_dropout: Annotated[
         float, "of softmax attention; linear attention has no weights to drop"
     ] = 0.0
+    attention_gelu: Annotated[bool, "GELU of attention and bias, before they are projected"] = False
     checkpoint: Annotated[bool, "recompute blocks in the backward pass to save memory"] = False
 
     def __post_init__(self):
@@ -99,7 +104,7 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
         for name in _SIZES:
             if name not in _BY_DEFAULT or getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
-        for name in ("causal", "checkpoint", "bias_envelope", "head_norm"):
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be true or false")
         for name in ("dropout", "attention_dropout", "bias_dropout"):
@@ -131,6 +136,11 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
             raise ValueError(f"bias_threshold={self.bias_threshold} must be from 0 to below inf")
         if self.position == "fastrpb2d":
             self._check_image()
+        if self.bias_symmetric and self.causal:
+            raise ValueError(
+                "a causal bias has no future to be symmetric with; choose one of causal and "
+                "bias_symmetric"
+            )
 
     def _check_image(self) -> None:
         if not isinstance(self.image, tuple) or len(self.image) != 2 or min(self.image) < 1:
