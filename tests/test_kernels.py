@@ -1,5 +1,7 @@
 """The Triton kernels against the definition: on a GPU if there is one, else in the interpreter."""
 
+import itertools
+
 import pytest
 import torch
 from torch.library import opcheck
@@ -336,23 +338,40 @@ def test_func_transforms():
     torch.testing.assert_close(mapped(v), toeplitz_matmul_2d(image, v, (4, 4), impl="triton"))
 
 
-def test_operators_are_registered_correctly():
+@pytest.mark.parametrize("inside", [False, True])
+def test_operators_are_registered_correctly(inside):
     w, g = rand(2, 39), rand(2, 2, 20, 4, dtype=torch.float16)
     for v in (rand(2, 2, 20, 4).half(), rand(2, 20, 2, 8).half().transpose(1, 2)[..., ::2]):
-        opcheck(torch.ops.fastrpb.toeplitz_triton.default, (w, v, -19, 20, 0, 0))
-        opcheck(torch.ops.fastrpb.toeplitz_triton_backward.default, (g, w, v, -19, 0, 0))
+        opcheck(torch.ops.fastrpb.toeplitz_triton.default, (w, v, -19, 20, 0, 0, inside))
+        opcheck(torch.ops.fastrpb.toeplitz_triton_backward.default, (g, w, v, -19, 0, 0, inside))
     w = rand(2, 7 * 9)  # over images of 4×5
-    opcheck(torch.ops.fastrpb.toeplitz_triton.default, (w, g, -31, 20, 0, 5))
-    opcheck(torch.ops.fastrpb.toeplitz_triton_backward.default, (g, w, g, -31, 0, 5))
+    opcheck(torch.ops.fastrpb.toeplitz_triton.default, (w, g, -31, 20, 0, 5, inside))
+    opcheck(torch.ops.fastrpb.toeplitz_triton_backward.default, (g, w, g, -31, 0, 5, inside))
+
+
+def test_the_order_in_memory_is_the_one_asked_for():
+    """A compiled program relies on the order that it was traced with, whatever it hands over."""
+    w, apart = rand(3, 39), rand(2, 3, 20, 4, dtype=torch.float16)
+    together = apart.transpose(1, 2).contiguous().transpose(1, 2)
+    assert [ops.heads_inside(v) for v in (apart, together)] == [False, True]
+    for v, asked in itertools.product((apart, together), (False, True)):
+        y = torch.ops.fastrpb.toeplitz_triton(w, v, -19, 20, 0, 0, asked)
+        _, dv = torch.ops.fastrpb.toeplitz_triton_backward(v, w, v, -19, 0, 0, asked)
+        z, state = torch.ops.fastrpb.linear_attention_triton(v, v, v, None, None, 0, False, asked)
+        gradients = torch.ops.fastrpb.linear_attention_triton_backward(
+            v, v, v, v, None, state, 0, False, asked
+        )
+        assert [ops.heads_inside(x) for x in (y, dv, z, *gradients)] == 6 * [asked]
+        torch.testing.assert_close(y, toeplitz_matmul(w, v, impl="triton"))
 
 
 def test_the_other_operators_are_registered_correctly():
     q, k, v = rand(3, 2, 1, 16, 4, dtype=torch.float16)
     for mask, causal in ((None, False), (masks(2, 16), False), (masks(2, 16), True)):
-        inputs = q, k, v, mask, q, 0, causal
+        inputs = q, k, v, mask, q, 0, causal, False
         opcheck(torch.ops.fastrpb.linear_attention_triton.default, inputs)
         y, state = torch.ops.fastrpb.linear_attention_triton(*inputs)
-        inputs = y, q, k, v, mask, state, 0, causal
+        inputs = y, q, k, v, mask, state, 0, causal, False
         opcheck(torch.ops.fastrpb.linear_attention_triton_backward.default, inputs)
     opcheck(torch.ops.fastrpb.image_sums_triton.default, (v, 2, 8))
     sums = torch.ops.fastrpb.image_sums_triton(v, 2, 8)

@@ -202,7 +202,9 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(q, k, v, mask, plus, kind, causal):
-        y, state = torch.ops.fastrpb.linear_attention_triton(q, k, v, mask, plus, kind, causal)
+        y, state = torch.ops.fastrpb.linear_attention_triton(
+            q, k, v, mask, plus, kind, causal, ops.heads_inside(v)
+        )
         return y, *state
 
     @staticmethod
@@ -233,7 +235,7 @@ class _FusedGradients(torch.autograd.Function):
     def forward(g, q, k, v, mask, first, second, third, kind, causal):
         state = [x for x in (first, second, third) if x is not None]  # one if causal
         return torch.ops.fastrpb.linear_attention_triton_backward(
-            g, q, k, v, mask, state, kind, causal
+            g, q, k, v, mask, state, kind, causal, ops.heads_inside(v)
         )
 
     @staticmethod

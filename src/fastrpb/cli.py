@@ -33,7 +33,7 @@ from fastrpb import __version__
 from fastrpb.config import RunConfig, load_config, override
 from fastrpb.data import DataError, load
 from fastrpb.files import reason_of
-from fastrpb.presets import COLUMNS, ROWS, best, name_of, preset
+from fastrpb.presets import COLUMNS, ROWS, best, name_of, preset, row
 
 # Commands import what they need, so that the others start quickly and without its packages.
 # ruff: noqa: PLC0415
@@ -231,11 +231,14 @@ def compare(
     task: TaskName,
     *,
     features: Annotated[
-        str, typer.Option(help=f"Rows, by commas: {', '.join(ROWS)}.")
-    ] = "softmax,sikf",
+        str | None,
+        typer.Option(help=f"Rows: {', '.join(ROWS)}. Default: softmax,sikf; of --best: its."),
+    ] = None,
     position: Annotated[
-        str, typer.Option(help=f"Columns, by commas: {', '.join(COLUMNS)}.")
-    ] = "none,fastrpb",
+        str | None,
+        typer.Option(help=f"Columns: {', '.join(COLUMNS)}. Default: none,fastrpb; of --best: its."),
+    ] = None,
+    strongest: Strongest = False,
     seeds: Annotated[str, typer.Option(help="By commas.")] = "0,1,2",
     metric: Metric = "accuracy",
     out: Annotated[Path, typer.Option(help="Folder of the runs and results.jsonl.")] = Path("runs"),
@@ -252,13 +255,19 @@ def compare(
     Examples:
     - `fastrpb compare mnist --features softmax,sikf,dpfp,elu1,favor --metric f1`
     - `fastrpb compare cifar10 --position none,fastrpb,sinespe --seeds 0,1,2,3,4 --jobs 4`
+    - `fastrpb compare cifar10 --best --position none,fastrpb2d`: what the bias gives there
     """
     from fastrpb.compare import grid
 
     _alone("compare")
     numbers = [_whole_number("seeds", word) for word in seeds.split(",")]
+    model = best(task).model if strongest else None
+    if features is None:
+        features = row(model.attention, model.features) if model else "softmax,sikf"
+    if position is None:
+        position = model.position if model else "none,fastrpb"
     rows, columns = ([word.strip() for word in x.split(",")] for x in (features, position))
-    configs = grid(task, rows, columns, numbers, values)
+    configs = grid(task, rows, columns, numbers, values, strongest)
     _compare(configs, out, metric, jobs=jobs, data_dir=data_dir, cpu=cpu)
 
 

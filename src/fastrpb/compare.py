@@ -20,7 +20,7 @@ from fastrpb.checks import check_choice
 from fastrpb.config import RunConfig, override
 from fastrpb.files import reason_of
 from fastrpb.model_config import Position
-from fastrpb.presets import COLUMNS, ROWS, name_of, preset, row, with_row
+from fastrpb.presets import COLUMNS, ROWS, best, name_of, preset, row, with_row
 from fastrpb.processes import fresh_processes
 from fastrpb.run import BusyError, Run, read_lines, same_config
 from fastrpb.train import Interruption, Progress, train
@@ -36,8 +36,11 @@ def grid(
     positions: Sequence[str],
     seeds: Sequence[int],
     values: dict[str, Any],
+    strongest: bool = False,
 ) -> list[RunConfig]:
     """The configs of a grid, without the combinations that cannot be (RPE on linear attention).
+
+    The cells are those of the paper's set-up, or of the strongest one, which is the same for all.
 
     >>> [name_of(config) for config in grid("digits", ["softmax", "sikf"], ["rpe"], [0], {})]
     ['digits-softmax-rpe-s0']
@@ -48,7 +51,11 @@ def grid(
         for position in positions:
             check_choice("position", position, get_args(Position))
             try:
-                plain = preset(task, attention, features, position)  # pyright: ignore[reportArgumentType]
+                if strongest:
+                    cell = {"attention": attention, "features": features, "position": position}
+                    plain = override(best(task), cell)
+                else:
+                    plain = preset(task, attention, features, position)  # pyright: ignore[reportArgumentType]
             except ValueError as error:
                 impossible = error
                 continue

@@ -6,13 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from fastrpb import cli
-from fastrpb.config import load_config
+from fastrpb.config import load_config, override
+from fastrpb.presets import best
 from fastrpb.run import Run, read_lines
 
 SMALL = (
@@ -110,6 +112,7 @@ def test_train_evaluate_resume_and_config(run, tmp_path):
         (["compare", "digits", "--seeds", "0;1"], "--seeds takes whole numbers"),
         (["compare", "digits", "--features", "sikf", "--position", "rpe"], "never forms"),
         (["compare", "digits", "--jobs", "0"], "'--jobs'"),
+        (["compare", "digits", "--best"], "best set-up for mnist"),
         (["sweep", "digits", "--low", "1", "--high", "0.1"], "low=1 and high=0.1"),
         (["sweep"], "give one of TASK"),
         (["sweep", "digits", "--best"], "best set-up for mnist"),
@@ -207,6 +210,17 @@ def test_two_processes_killed_go_on_as_two_or_as_one(run, tmp_path):
     code, out, _ = run("train", "--resume", "run", "--cpu")
     assert code == 0
     assert "step 1000/1000" in out
+
+
+def test_compare_of_the_strongest_set_up(run, monkeypatch):
+    asked = []
+    monkeypatch.setattr(cli, "_compare", lambda configs, *_, **__: asked.extend(configs))
+    run("compare", "cifar10", "--best", "--seeds", "0,3")
+    assert asked == [replace(best("cifar10"), seed=seed) for seed in (0, 3)]
+    asked.clear()
+    run("compare", "mnist", "--best", "--position", "none,fastrpb2d", "--seeds", "0", "--epochs", 1)
+    plain = override(best("mnist"), {"epochs": 1})
+    assert asked == [override(plain, {"position": "none"}), plain]
 
 
 def test_compare_prints_skips_and_appends(run, tmp_path):

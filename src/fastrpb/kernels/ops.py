@@ -1,7 +1,8 @@
 """The operators that Triton computes, known to torch without importing Triton.
 
-`torch.compile` sees one node for each. Products and attention follow the memory order of the
-values: (batch, length, heads, dim), as a model's projections give them, or (batch, heads, ...).
+`torch.compile` sees one node for each. What products and attention give has the memory order of the
+values, `heads_inside` or not. Operators are told which: a compiled program may hand them values in
+another order than it was traced with, and relies on results in the order of then.
 """
 
 import importlib.util
@@ -36,10 +37,15 @@ def wins(w: Tensor, v: Tensor) -> bool:
     return fits and (v.dtype == torch.bfloat16 or w.shape[-1] <= FLOAT16_LIMIT)
 
 
-def _like(v: Tensor, length: int) -> Tensor:
-    """A fresh (batch, heads, length, dim) tensor in the memory order of v."""
+def heads_inside(v: Tensor) -> bool:
+    """Whether v lies as (batch, length, heads, dim), as a model's projections give it."""
+    return v.shape[1] > 1 and v.stride(1) < v.stride(2)
+
+
+def _like(v: Tensor, length: int, inside: bool) -> Tensor:
+    """A fresh (batch, heads, length, dim) tensor, in memory with the heads inside or not."""
     batch, heads, _, dim = v.shape
-    if heads > 1 and v.stride(1) < v.stride(2):
+    if inside:
         return v.new_empty(batch, length, heads, dim).transpose(1, 2)
     return v.new_empty(batch, heads, length, dim)
 
@@ -63,8 +69,10 @@ def _is_long(v: Tensor, distances: int) -> bool:
 
 
 @torch.library.custom_op("fastrpb::toeplitz_triton", mutates_args=())
-def _toeplitz(w: Tensor, v: Tensor, first: int, out_length: int, prefix: int, line: int) -> Tensor:
-    result = _like(v, prefix + out_length)
+def _toeplitz(
+    w: Tensor, v: Tensor, first: int, out_length: int, prefix: int, line: int, inside: bool
+) -> Tensor:
+    result = _like(v, prefix + out_length, inside)
     if not result.numel():
         return result
     from fastrpb.kernels import direct, hierarchical, layout, plane  # noqa: PLC0415
@@ -88,9 +96,9 @@ def _toeplitz(w: Tensor, v: Tensor, first: int, out_length: int, prefix: int, li
 
 @torch.library.custom_op("fastrpb::toeplitz_triton_backward", mutates_args=())
 def _toeplitz_backward(
-    g: Tensor, w: Tensor, v: Tensor, first: int, prefix: int, line: int
+    g: Tensor, w: Tensor, v: Tensor, first: int, prefix: int, line: int, inside: bool
 ) -> tuple[Tensor, Tensor]:
-    result = dv = _like(v, v.shape[2])
+    result = dv = _like(v, v.shape[2], inside)
     if not v.numel():
         return torch.zeros_like(w), dv
     from fastrpb.kernels import direct, hierarchical, layout, plane  # noqa: PLC0415
@@ -132,12 +140,13 @@ def _attention(
     plus: Tensor | None,
     kind: int,
     causal: bool,
+    inside: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     """Attention + plus, and what its gradients need."""
     from fastrpb.kernels import causal as causal_attention  # noqa: PLC0415
     from fastrpb.kernels import linear  # noqa: PLC0415
 
-    y = _like(v, q.shape[2])
+    y = _like(v, q.shape[2], inside)
     if not len(q):
         return y, _attention_state(q, k, v, causal)
     mask = None if mask is None else mask.contiguous()
@@ -156,11 +165,12 @@ def _attention_backward(
     state: list[Tensor],
     kind: int,
     causal: bool,
+    inside: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from fastrpb.kernels import causal as causal_attention  # noqa: PLC0415
     from fastrpb.kernels import linear  # noqa: PLC0415
 
-    dq, dk, dv = (_like(x, x.shape[2]) for x in (q, k, v))
+    dq, dk, dv = (_like(x, x.shape[2], inside) for x in (q, k, v))
     if not len(q):
         return dq, dk, dv
     mask = None if mask is None else mask.contiguous()
@@ -188,23 +198,23 @@ def _image_spread(sums: Tensor, height: int, width: int, dtype: torch.dtype) -> 
 
 
 @_toeplitz.register_fake
-def _(w: Tensor, v: Tensor, first: int, out_length: int, prefix: int, line: int) -> Tensor:
-    return _like(v, prefix + out_length)
+def _(w, v, first, out_length, prefix, line, inside):
+    return _like(v, prefix + out_length, inside)
 
 
 @_toeplitz_backward.register_fake
-def _(g: Tensor, w: Tensor, v: Tensor, first: int, prefix: int, line: int) -> tuple[Tensor, Tensor]:
-    return w.new_empty(w.shape), _like(v, v.shape[2])
+def _(g, w, v, first, prefix, line, inside):
+    return w.new_empty(w.shape), _like(v, v.shape[2], inside)
 
 
 @_attention.register_fake
-def _(q, k, v, mask, plus, kind, causal):
-    return _like(v, q.shape[2]), _attention_state(q, k, v, causal)
+def _(q, k, v, mask, plus, kind, causal, inside):
+    return _like(v, q.shape[2], inside), _attention_state(q, k, v, causal)
 
 
 @_attention_backward.register_fake
-def _(g, q, k, v, mask, state, kind, causal):
-    return tuple(_like(x, x.shape[2]) for x in (q, k, v))
+def _(g, q, k, v, mask, state, kind, causal, inside):
+    return tuple(_like(x, x.shape[2], inside) for x in (q, k, v))
 
 
 @_image_sums.register_fake

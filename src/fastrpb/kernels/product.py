@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrpb.kernels.autograd import apply
+from fastrpb.kernels.ops import heads_inside
 
 
 def product(
@@ -34,7 +35,8 @@ class _Product(torch.autograd.Function):
     def forward(w, v, first, out_length, kernel, prefix, line):
         if kernel == "fft":
             return torch.ops.fastrpb.toeplitz_fft(w, v, out_length)
-        return torch.ops.fastrpb.toeplitz_triton(w, v, first, out_length, prefix, line)
+        inside = heads_inside(v)
+        return torch.ops.fastrpb.toeplitz_triton(w, v, first, out_length, prefix, line, inside)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -62,7 +64,8 @@ class _Gradients(torch.autograd.Function):
     def forward(g, w, v, first, kernel, prefix, line):
         if kernel == "fft":
             return torch.ops.fastrpb.toeplitz_fft_backward(g, w, v)
-        return torch.ops.fastrpb.toeplitz_triton_backward(g, w, v, first, prefix, line)
+        inside = heads_inside(v)
+        return torch.ops.fastrpb.toeplitz_triton_backward(g, w, v, first, prefix, line, inside)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
