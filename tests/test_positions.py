@@ -90,7 +90,7 @@ SPES = [
 def test_spe_codes_have_their_covariance(make):
     spe = make(num_realizations=200_000, gated=False)
     with torch.no_grad():
-        code_q, code_k = spe.codes(9)
+        code_q, code_k = spe.codes(9, torch.float32)
         got = code_q @ code_k.mT / 200_000
         wanted = spe.covariance(9)
         scale = (
@@ -98,6 +98,25 @@ def test_spe_codes_have_their_covariance(make):
         ).sqrt()
     assert wanted.shape == (2, 3, 9, 9)
     assert (got - wanted).abs().max() < 5 * scale.max() * (2 / 200_000) ** 0.5
+
+
+@pytest.mark.parametrize("length", [1, 4, 37])
+def test_codes_of_convspe_are_its_noise_filtered(length):
+    spe = ConvSPE(2, 3, kernel_size=5, num_realizations=7).double()
+    torch.manual_seed(2)
+    codes = spe.codes(length, torch.float64)
+    torch.manual_seed(2)
+    noise = torch.randn(2, 3, length + 4, 7, dtype=torch.float64)
+    for code, kernel in zip(codes, (spe.kernel_q, spe.kernel_k), strict=True):
+        wanted = torch.einsum("hdnrp,hdp->hdnr", noise.unfold(2, 5, 1), kernel)
+        torch.testing.assert_close(code, wanted)
+
+
+@pytest.mark.parametrize("make", SPES)
+def test_spe_in_the_dtype_of_the_queries(make):
+    spe, q = make(num_realizations=8), torch.randn(2, 2, 6, 3).bfloat16()
+    assert [x.dtype for x in spe(q, q)] == 2 * [torch.bfloat16]
+    assert [x.dtype for x in spe.codes(6, torch.bfloat16)] == 2 * [torch.bfloat16]
 
 
 def test_covariances_by_their_formulas():

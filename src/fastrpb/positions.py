@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrpb.checks import check_size, compute_dtype
+from fastrpb.toeplitz import toeplitz_matmul
 
 
 class LearnedPositions(nn.Module):
@@ -114,8 +115,8 @@ class _SPE(nn.Module, ABC):
         self.gate = nn.Parameter(torch.zeros(num_heads, dim, 1, 1)) if gated else None
 
     @abstractmethod
-    def codes(self, length: int) -> tuple[Tensor, Tensor]:
-        """New q̄ and k̄, without the gate: (heads, dim, length, R) each."""
+    def codes(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """New q̄ and k̄, without the gate, of noise in this dtype: (heads, dim, length, R) each."""
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """(batch, heads, length, dim) each → (batch, heads, length, R), new codes for each call."""
@@ -124,7 +125,7 @@ class _SPE(nn.Module, ABC):
                 f"q and k must be (batch, {self.num_heads}, length, {self.dim}), "
                 f"got {tuple(q.shape)} and {tuple(k.shape)}"
             )
-        code_q, code_k = self.codes(q.shape[-2])
+        code_q, code_k = self.codes(q.shape[-2], q.dtype)
         if self.gate is not None:
             gate = torch.sigmoid(self.gate)
             noise = torch.randn_like(code_q[:, :, :1])
@@ -181,15 +182,16 @@ class SineSPE(_SPE):
         angle = lag * self._omega()[:, :, None, None] + self.phase[:, :, None, None]
         return (self._gains().square()[:, :, None, None] * angle.cos()).sum(-1)
 
-    def codes(self, length: int) -> tuple[Tensor, Tensor]:
+    def codes(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         n = torch.arange(length, device=self.gain.device)[:, None]
         angle = n * self._omega().unsqueeze(-2)  # (heads, dim, length, K)
         shape = (*self.gain.shape[:2], 2 * self.gain.shape[-1], self.num_realizations)
-        noise = torch.randn(shape, device=self.gain.device, dtype=self.gain.dtype)
+        noise = torch.randn(shape, device=self.gain.device, dtype=dtype)
 
         def waves(angle: Tensor) -> Tensor:
             gains = self._gains().unsqueeze(-2)
-            return torch.cat([gains * angle.cos(), gains * angle.sin()], -1) @ noise
+            both = torch.cat([gains * angle.cos(), gains * angle.sin()], -1)
+            return both.to(dtype) @ noise
 
         return waves(angle + self.phase.unsqueeze(-2)), waves(angle)
 
@@ -239,14 +241,14 @@ class ConvSPE(_SPE):
         n = torch.arange(length, device=full.device)
         return lags.squeeze(-1)[..., n[:, None] - n + length]
 
-    def codes(self, length: int) -> tuple[Tensor, Tensor]:
-        channels = self.num_heads * self.dim
-        shape = (self.num_realizations, channels, length + self.kernel_size - 1)
-        noise = torch.randn(shape, device=self.kernel_q.device, dtype=self.kernel_q.dtype)
+    def codes(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        size = length + self.kernel_size - 1
+        shape = (self.num_heads, self.dim, size, self.num_realizations)
+        noise = torch.randn(shape, device=self.kernel_q.device, dtype=dtype)
 
         def filtered(kernel: Tensor) -> Tensor:
-            y = nn.functional.conv1d(noise, kernel.flatten(0, 1).unsqueeze(1), groups=channels)
-            return y.movedim(0, -1).unflatten(0, (self.num_heads, self.dim))
+            w = nn.functional.pad(kernel, (length - 1, length - 1))  # a filter is Toeplitz
+            return toeplitz_matmul(w, noise, out_length=length)
 
         return filtered(self.kernel_q), filtered(self.kernel_k)
 
