@@ -34,6 +34,7 @@ from fastrpb.config import RunConfig, load_config, override
 from fastrpb.data import DataError, load
 from fastrpb.files import reason_of
 from fastrpb.presets import COLUMNS, ROWS, best, name_of, preset, row
+from fastrpb.processes import keep_freed_memory
 
 # Commands import what they need, so that the others start quickly and without its packages.
 # ruff: noqa: PLC0415
@@ -47,6 +48,7 @@ def main() -> None:
     """Runs a command; a mistake of the user's is one sentence and exit code 2, no traceback."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
+    keep_freed_memory()
     # Ended by a signal, as by Ctrl-C: half-written files go, and so do the workers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:

@@ -21,7 +21,7 @@ from fastrpb.config import RunConfig, override
 from fastrpb.files import reason_of
 from fastrpb.model_config import Position
 from fastrpb.presets import COLUMNS, ROWS, best, name_of, preset, row, with_row
-from fastrpb.processes import fresh_processes
+from fastrpb.processes import fresh_processes, keep_freed_memory
 from fastrpb.run import BusyError, Run, read_lines, same_config
 from fastrpb.train import Interruption, Progress, train
 
@@ -204,6 +204,7 @@ def _train_apart(
     jobs: int,
 ) -> None:
     """What a process of the grid does: train, and tell how it goes."""
+    keep_freed_memory()
     os.setsid()  # Ctrl-C reaches the grid alone, which then ends its processes once
     if place:
         os.environ["CUDA_VISIBLE_DEVICES"] = place

@@ -1,12 +1,27 @@
-"""Processes that start in no time, and signals that let a process finish what it does."""
+"""Processes that start in no time and keep their memory, and signals that let them finish."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkServerContext
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's mallopt
+
+
+def keep_freed_memory() -> None:
+    """What tensors free stays with this process, for the next ones; no effect but with glibc.
+
+    Else each large tensor is mapped anew and its pages are cleared when they are first touched: up
+    to half of the time of a model on the CPU.
+    """
+    with suppress(AttributeError, OSError, TypeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_MMAP_MAX, 0)
+        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def fresh_processes(module: str) -> ForkServerContext:

@@ -1,0 +1,28 @@
+import platform
+import resource
+
+import pytest
+import torch
+
+from apart import APART
+from fastrpb.processes import keep_freed_memory
+
+SIZE = 256 * 2**20
+
+
+def _faults_of_the_second_tensor(pipe):
+    """Pages that are mapped for a tensor where an equal one was before."""
+    keep_freed_memory()
+    torch.ones(SIZE, dtype=torch.uint8)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(SIZE, dtype=torch.uint8)
+    pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_freed_memory_is_used_again():
+    mine, its = APART.Pipe()
+    process = APART.Process(target=_faults_of_the_second_tensor, args=(its,))
+    process.start()
+    assert mine.recv() < SIZE / resource.getpagesize() / 100
+    process.join()
