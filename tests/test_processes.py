@@ -10,10 +10,11 @@ from fastrpb.processes import keep_freed_memory
 SIZE = 256 * 2**20
 
 
-def _faults_of_the_second_tensor(pipe):
-    """Pages that are mapped for a tensor where an equal one was before."""
+def _faults_of_another_tensor(pipe):
+    """Pages that are mapped for a tensor where equal ones were before."""
     keep_freed_memory()
-    torch.ones(SIZE, dtype=torch.uint8)
+    for _ in range(8):  # their holes must become large enough for one that is to be aligned
+        torch.ones(SIZE, dtype=torch.uint8)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones(SIZE, dtype=torch.uint8)
     pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
@@ -22,7 +23,7 @@ def _faults_of_the_second_tensor(pipe):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_freed_memory_is_used_again():
     mine, its = APART.Pipe()
-    process = APART.Process(target=_faults_of_the_second_tensor, args=(its,))
+    process = APART.Process(target=_faults_of_another_tensor, args=(its,))
     process.start()
     assert mine.recv() < SIZE / resource.getpagesize() / 100
     process.join()
