@@ -1,0 +1,171 @@
+"""The operators that Triton computes, as torch sees them: transforms, compilation, refusals."""
+
+import itertools
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from fastrpb import DPFP, linear_attention, sikf, toeplitz_matmul, toeplitz_matmul_2d
+from fastrpb.kernels import ops
+from on_triton import DEVICE, error, masks, poisoned, rand  # noqa: F401, a fixture
+
+pytest.importorskip("fastrpb.kernels.direct", reason="needs triton")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_gradients(causal):
+    w, v = rand(2, 39).requires_grad_(), rand(1, 2, 20, 16, dtype=torch.float16).requires_grad_()
+    q, k = rand(2, 1, 2, 20, 16).unbind()
+
+    def second(impls, w, v, q, k):
+        q, k = q.requires_grad_(), k.requires_grad_()
+        y = toeplitz_matmul(w, v, impl=impls[0]).to(q.dtype)
+        y = linear_attention(q, k, y, phi=sikf, causal=causal, impl=impls[1])
+        first = torch.autograd.grad(y.square().sum(), (w, q), create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in first), (w, q, k))
+
+    got = second(("triton", "triton"), w, v, q, k)
+    wanted = second(
+        ("dense", "torch"), *(x.detach().double().requires_grad_() for x in (w, v, q, k))
+    )
+    for a, b in zip(got, wanted, strict=True):
+        assert error(a, b) < 5e-3
+
+
+def test_gradients_over_images():
+    """Of gradients, and of v where w is frozen."""
+    w, v = rand(2, 9, 17), rand(1, 2, 5 * 9, 16, dtype=torch.float16)
+    exact = [x.double() for x in (w, v)]
+
+    def second(impl, w, v):
+        w, v = w.requires_grad_(), v.requires_grad_()
+        y = toeplitz_matmul_2d(w, v, (5, 9), impl=impl)
+        first = torch.autograd.grad(y.to(w.dtype).square().mean(), (w, v), create_graph=True)
+        return torch.autograd.grad(sum(x.to(w.dtype).square().sum() for x in first), (w, v))
+
+    def frozen(impl, w, v):
+        y = toeplitz_matmul_2d(w.detach(), v.requires_grad_(), (5, 9), impl=impl)
+        return torch.autograd.grad(y.sum(), v)
+
+    for run in (second, frozen):
+        for a, b in zip(run("triton", w, v), run("dense", *exact), strict=True):
+            assert error(a, b) < 5e-3
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_func_transforms():
+    w, v = rand(2, 39), rand(3, 2, 2, 20, 16, dtype=torch.float16)
+    got = torch.func.vmap(lambda v: toeplitz_matmul(w, v, impl="triton"))(v)
+    torch.testing.assert_close(got, toeplitz_matmul(w, v, impl="triton"))
+    q, k, u = rand(3, 3, 2, 2, 20, 16)
+
+    def loss(q, k, u):
+        return linear_attention(q, k, u, phi=sikf, impl="triton").square().sum()
+
+    got = torch.func.vmap(torch.func.grad(loss, (0, 1, 2)))(q, k, u)
+    inputs = [x.clone().requires_grad_() for x in (q, k, u)]
+    linear_attention(*inputs, phi=sikf, impl="torch").square().sum().backward()
+    for a, x in zip(got, inputs, strict=True):
+        torch.testing.assert_close(a, x.grad, rtol=1e-4, atol=1e-5)
+    image = rand(2, 7)
+    mapped = torch.func.vmap(lambda v: toeplitz_matmul_2d(image, v, (4, 4), impl="triton"))
+    v = rand(3, 2, 2, 16, 16, dtype=torch.float16)
+    torch.testing.assert_close(mapped(v), toeplitz_matmul_2d(image, v, (4, 4), impl="triton"))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_operators_are_registered_correctly(inside):
+    w, g = rand(2, 39), rand(2, 2, 20, 4, dtype=torch.float16)
+    for v in (rand(2, 2, 20, 4).half(), rand(2, 20, 2, 8).half().transpose(1, 2)[..., ::2]):
+        opcheck(torch.ops.fastrpb.toeplitz_triton.default, (w, v, -19, 20, 0, 0, inside))
+        opcheck(torch.ops.fastrpb.toeplitz_triton_backward.default, (g, w, v, -19, 0, 0, inside))
+    w = rand(2, 7 * 9)  # over images of 4×5
+    opcheck(torch.ops.fastrpb.toeplitz_triton.default, (w, g, -31, 20, 0, 5, inside))
+    opcheck(torch.ops.fastrpb.toeplitz_triton_backward.default, (g, w, g, -31, 0, 5, inside))
+
+
+def test_the_order_in_memory_is_the_one_asked_for():
+    """A compiled program relies on the order that it was traced with, whatever it hands over."""
+    w, apart = rand(3, 39), rand(2, 3, 20, 4, dtype=torch.float16)
+    together = apart.transpose(1, 2).contiguous().transpose(1, 2)
+    assert [ops.heads_inside(v) for v in (apart, together)] == [False, True]
+    for v, asked in itertools.product((apart, together), (False, True)):
+        y = torch.ops.fastrpb.toeplitz_triton(w, v, -19, 20, 0, 0, asked)
+        _, dv = torch.ops.fastrpb.toeplitz_triton_backward(v, w, v, -19, 0, 0, asked)
+        z, state = torch.ops.fastrpb.linear_attention_triton(v, v, v, None, None, 0, False, asked)
+        gradients = torch.ops.fastrpb.linear_attention_triton_backward(
+            v, v, v, v, None, state, 0, False, asked
+        )
+        assert [ops.heads_inside(x) for x in (y, dv, z, *gradients)] == 6 * [asked]
+        torch.testing.assert_close(y, toeplitz_matmul(w, v, impl="triton"))
+
+
+def test_the_other_operators_are_registered_correctly():
+    q, k, v = rand(3, 2, 1, 16, 4, dtype=torch.float16)
+    for mask, causal in ((None, False), (masks(2, 16), False), (masks(2, 16), True)):
+        inputs = q, k, v, mask, q, 0, causal, False
+        opcheck(torch.ops.fastrpb.linear_attention_triton.default, inputs)
+        y, state = torch.ops.fastrpb.linear_attention_triton(*inputs)
+        inputs = y, q, k, v, mask, state, 0, causal, False
+        opcheck(torch.ops.fastrpb.linear_attention_triton_backward.default, inputs)
+    opcheck(torch.ops.fastrpb.image_sums_triton.default, (v, 2, 8))
+    sums = torch.ops.fastrpb.image_sums_triton(v, 2, 8)
+    opcheck(torch.ops.fastrpb.image_spread_triton.default, (sums, 2, 8, torch.float16))
+
+
+def test_compiles_to_one_graph(monkeypatch):
+    torch.compiler.reset()
+    w, q = rand(2, 39).requires_grad_(), rand(2, 2, 20, 16, dtype=torch.float16)
+
+    def run(w, q):
+        y = toeplitz_matmul(w, q, impl="triton")
+        y = linear_attention(q, q, q, phi=sikf, plus=y, impl="triton")
+        y = linear_attention(q, q, y, phi=sikf, causal=True, impl="triton")
+        return y + toeplitz_matmul_2d(w[:, 15:24], q, (4, 5), impl="triton")
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    got, wanted = compiled(w, q), run(w, q)
+    torch.testing.assert_close(got, wanted)
+    g = rand(*got.shape, dtype=torch.float16)
+    torch.testing.assert_close(
+        torch.autograd.grad(got, w, g), torch.autograd.grad(wanted, w, g), rtol=1e-3, atol=1e-3
+    )
+
+
+W, V = torch.randn(2, 9), torch.randn(1, 2, 5, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: toeplitz_matmul(W, V.half(), impl="triton"), "needs a GPU.*v is on cpu"),
+        (lambda: toeplitz_matmul_2d(W, V.half(), (1, 5), impl="triton"), "needs a GPU"),
+        (lambda: linear_attention(V, V, V, phi=sikf, impl="triton"), "needs a GPU.*cpu"),
+    ],
+)
+def test_triton_off_the_gpu_raises(call, words, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def _wide(v, dim):
+    x = v[..., :1].expand(*v.shape[:-1], dim)
+    return linear_attention(x, x, x, phi=sikf, impl="triton")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda v: toeplitz_matmul(W.to(v), v, impl="triton"), "float64"),
+        (lambda v: linear_attention(v, v, v, phi=sikf, impl="triton"), "float64"),
+        (lambda v: linear_attention(v, v, v, phi=DPFP(), impl="triton"), "DPFP"),
+        (lambda v: _wide(v.float(), 65), "64 channels.*65 and 65"),
+        (lambda v: _wide(v.half(), 129), "128 channels.*129 and 129"),
+        (lambda v: linear_attention(v, v, v, phi=sikf, impl="cuda"), "'cuda'.*auto, torch, triton"),
+    ],
+)
+def test_what_triton_does_not_take_raises(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(V.double().to(DEVICE))
