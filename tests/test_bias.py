@@ -347,6 +347,18 @@ def test_state_dict_round_trip_and_other_lengths():
         FastRPB2d(3, 4, 6).load_state_dict(FastRPB2d(3, 8, 8).state_dict())
 
 
+def test_weights_of_another_symmetry_are_refused():
+    plain, half = FastRPB(3, 20), FastRPB(3, 20, symmetric=True)
+    neither, either = "neither causal nor symmetric", "causal or symmetric"
+    with pytest.raises(RuntimeError, match=rf"\(3, 39\).*that is {neither}.*\(3, 20\) is {either}"):
+        half.load_state_dict(plain.state_dict())
+    with pytest.raises(RuntimeError, match=rf"\(3, 20\).*that is {either}.*\(3, 39\) is {neither}"):
+        plain.load_state_dict(half.state_dict())
+    image = FastRPB2d(3, 4, 6, kind="full", symmetric=True)
+    with pytest.raises(RuntimeError, match=r"\(3, 7, 6\) of this bias \(symmetric, full.*symmetry"):
+        image.load_state_dict(FastRPB2d(3, 4, 6, kind="full").state_dict())
+
+
 def test_copies_and_pickles():
     rpb = FastRPB(3, 20, causal=True)
     for other in (copy.deepcopy(rpb), pickle.loads(pickle.dumps(rpb))):
@@ -396,6 +408,9 @@ V = torch.randn(2, 3, 10, 4)
         ),
         (lambda: FastRPB(3, 10, init=init.local), TypeError, r"local\(\) takes"),
         (lambda: FastRPB(3, 10, prefix=3).matrix(2), ValueError, "length 2 .*prefix of 3"),
+        (lambda: FastRPB(3, 10, symmetric="no"), TypeError, "symmetric='no' must be true or false"),
+        (lambda: FastRPB(3, 10, causal=1), TypeError, "causal=1 must be true or false"),
+        (lambda: FastRPB2d(3, 2, 2, symmetric=None), TypeError, "symmetric=None must be"),
         (lambda: FastRPB(3.0, 10), TypeError, "num_heads.*3.0"),
         (lambda: FastRPB(3, 9)(V), ValueError, "length 10 .*max_length=9"),
         (lambda: FastRPB(3, 9).matrix(10), ValueError, "length 10 .*max_length=9"),

@@ -112,6 +112,23 @@ def test_codes_of_convspe_are_its_noise_filtered(length):
         torch.testing.assert_close(code, wanted)
 
 
+def test_convspe_trains_where_its_noise_takes_several_transforms():
+    """64 filters of 64 realizations: more than one chunk, and more noise than code."""
+    spe = ConvSPE(4, 16, num_realizations=64)
+    q = torch.randn(1, 4, 256, 16)
+    sum(x.square().sum() for x in spe(q, q)).backward()
+    assert spe.kernel_q.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("make", SPES)
+def test_spe_is_exported_for_a_range_of_lengths(make):
+    q, length = torch.randn(2, 2, 20, 3), torch.export.Dim("length", min=2, max=100)
+    program = torch.export.export(
+        make(num_realizations=8), (q, q), dynamic_shapes=2 * ({2: length},)
+    )
+    assert program.module()(q[:, :, :9], q[:, :, :9])[0].shape == (2, 2, 9, 8)
+
+
 @pytest.mark.parametrize("make", SPES)
 def test_spe_in_the_dtype_of_the_queries(make):
     spe, q = make(num_realizations=8), torch.randn(2, 2, 6, 3).bfloat16()

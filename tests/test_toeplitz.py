@@ -220,12 +220,18 @@ def test_chunks_are_small_and_cover_everything_once(shape):
     assert (seen == 1).all()
 
 
-def test_gradients_of_more_work_than_one_chunk():
-    w = torch.randn(3, 599, requires_grad=True)
-    v = torch.randn(70, 3, 300, 130, requires_grad=True)
-    g = torch.randn_like(v)
-    dw, dv = torch.autograd.grad(toeplitz_matmul(w, v, impl="fft"), (w, v), g)
-    exact = torch.autograd.grad(toeplitz_matmul(w, v, impl="dense"), (w, v), g)
+@pytest.mark.parametrize(
+    ("shape", "m"), [((70, 3, 300, 130), 300), ((1, 64, 500, 128), 100), ((1, 64, 100, 128), 500)]
+)
+def test_gradients_of_more_work_than_one_chunk(shape, m):
+    w = torch.randn(shape[1], shape[2] + m - 1, requires_grad=True)
+    v = torch.randn(shape, requires_grad=True)
+    g = torch.randn(*shape[:2], m, shape[-1])
+
+    def gradients(impl):
+        return torch.autograd.grad(toeplitz_matmul(w, v, out_length=m, impl=impl), (w, v), g)
+
+    (dw, dv), exact = gradients("fft"), gradients("dense")
     torch.testing.assert_close(dw, exact[0], rtol=1e-3, atol=1e-5 * exact[0].norm().item())
     torch.testing.assert_close(dv, exact[1], rtol=1e-3, atol=1e-3)
 

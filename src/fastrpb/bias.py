@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrpb.checks import (
+    check_flag,
     check_floating,
     check_mask,
     check_number,
@@ -58,6 +59,7 @@ class Bias(nn.Module, ABC):
             check_size("prefix", prefix)
         if not callable(init):
             raise TypeError(f"init must be a function such as fastrpb.init.zero, got {init!r}")
+        check_flag("symmetric", symmetric)
         if envelope is not None:
             check_scales("the scales of envelope", envelope)
         check_number("dropout", dropout)
@@ -111,7 +113,7 @@ class Bias(nn.Module, ABC):
         """How often a weight stands in a row of W."""
         if not self.symmetric:
             return 1
-        copies = torch.full(self.w.shape[1:], 2, device=self.w.device)
+        copies = torch.full(self.w.shape[1:], 2.0).to(self.w)
         copies[..., 0] = 1
         return copies
 
@@ -227,8 +229,12 @@ class FastRPB(Bias):
     ):
         super().__init__(num_heads, prefix, init, envelope, dropout, threshold, symmetric)
         check_size("max_length", max_length)
+        check_flag("causal", causal)
         if causal and symmetric:
-            raise ValueError("a causal bias has no future to be symmetric with; choose one of both")
+            raise ValueError(
+                "a causal bias has no future to be symmetric with; choose one of causal and "
+                "symmetric"
+            )
         self.max_length = max_length
         self.causal = causal
         self.w = nn.Parameter(torch.empty(num_heads, len(self._distances())))
@@ -407,7 +413,15 @@ class FastRPB(Bias):
 
     def _mismatch(self, saved: torch.Size) -> str:
         heads, count = saved if len(saved) == 2 else (0, 0)
-        length = count if self.causal or self.symmetric else (count + 1) // 2
+        half = self.causal or self.symmetric
+        other = 2 * self.max_length - 1 if half else self.max_length
+        if (heads, count) == (self.num_heads, other):
+            kinds = ("neither causal nor symmetric", "causal or symmetric")
+            return (
+                f"the saved weights {tuple(saved)} are of a bias that is {kinds[not half]}, this "
+                f"one with its {tuple(self.w.shape)} is {kinds[half]}; make it as that one was"
+            )
+        length = count if half else (count + 1) // 2
         return (
             f"the saved weights {tuple(saved)} are of {heads} heads and max_length={length}, "
             f"this bias has {self.num_heads} heads and max_length={self.max_length}; load them "

@@ -143,8 +143,9 @@ class FastRPB2d(Bias):
     def _mismatch(self, saved: torch.Size) -> str:
         return (
             f"the saved weights {tuple(saved)} are not the {tuple(self.w.shape)} of this bias "
-            f"({self.kind}, {self.num_heads} heads, {self.height}×{self.width} pixels); load them "
-            "into a FastRPB2d of their own size and resize() it"
+            f"({'symmetric, ' if self.symmetric else ''}{self.kind}, {self.num_heads} heads, "
+            f"{self.height}×{self.width} pixels); load them into a FastRPB2d of their own size and "
+            "symmetry and resize() it"
         )
 
     def extra_repr(self) -> str:

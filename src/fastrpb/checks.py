@@ -34,6 +34,11 @@ def check_size(name: str, size: object) -> None:
         raise ValueError(f"{name}={size} must be at least 1")
 
 
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be true or false")
+
+
 def check_number(name: str, x: object) -> None:
     if isinstance(x, bool) or not isinstance(x, int | float):
         raise TypeError(f"{name} must be a number, got {x!r}")

@@ -48,7 +48,6 @@ def main() -> None:
     """Runs a command; a mistake of the user's is one sentence and exit code 2, no traceback."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
-    keep_freed_memory()
     # Ended by a signal, as by Ctrl-C: half-written files go, and so do the workers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
@@ -89,12 +88,15 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _app(
+    context: typer.Context,
     *,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show it.")
     ] = False,
 ) -> None:
     """Relative positions for long sequences."""
+    if context.invoked_subcommand != "bench":  # which measures what others would
+        keep_freed_memory()
 
 
 @app.command()
@@ -234,11 +236,15 @@ def compare(
     *,
     features: Annotated[
         str | None,
-        typer.Option(help=f"Rows: {', '.join(ROWS)}. Default: softmax,sikf; of --best: its."),
+        typer.Option(
+            help=f"Rows, by commas: {', '.join(ROWS)}. Default: softmax,sikf, or that of --best."
+        ),
     ] = None,
     position: Annotated[
         str | None,
-        typer.Option(help=f"Columns: {', '.join(COLUMNS)}. Default: none,fastrpb; of --best: its."),
+        typer.Option(
+            help=f"Columns: {', '.join(COLUMNS)}. Default: none,fastrpb, or that of --best."
+        ),
     ] = None,
     strongest: Strongest = False,
     seeds: Annotated[str, typer.Option(help="By commas.")] = "0,1,2",
@@ -257,9 +263,9 @@ def compare(
     Examples:
     - `fastrpb compare mnist --features softmax,sikf,dpfp,elu1,favor --metric f1`
     - `fastrpb compare cifar10 --position none,fastrpb,sinespe --seeds 0,1,2,3,4 --jobs 4`
-    - `fastrpb compare cifar10 --best --position none,fastrpb2d`: what the bias gives there
+    - `fastrpb compare cifar10 --best --position none,fastrpb2d`: against no positions at all
     """
-    from fastrpb.compare import grid
+    from fastrpb.compare import grid, left_out
 
     _alone("compare")
     numbers = [_whole_number("seeds", word) for word in seeds.split(",")]
@@ -270,6 +276,8 @@ def compare(
         position = model.position if model else "none,fastrpb"
     rows, columns = ([word.strip() for word in x.split(",")] for x in (features, position))
     configs = grid(task, rows, columns, numbers, values, strongest)
+    if missing := left_out(rows, columns, configs):
+        print(f"left out, since {task} cannot have them: {', '.join(missing)}")
     _compare(configs, out, metric, jobs=jobs, data_dir=data_dir, cpu=cpu)
 
 

@@ -67,6 +67,15 @@ def grid(
     return list(dict.fromkeys(configs))
 
 
+def left_out(
+    rows: Sequence[str], positions: Sequence[str], configs: Sequence[RunConfig]
+) -> list[str]:
+    """The cells that a grid was asked for and cannot have, in words."""
+    there = {(row(c.model.attention, c.model.features), c.model.position) for c in configs}
+    asked = dict.fromkeys((name, position) for name in rows for position in positions)
+    return [f"{ROWS[x]} with {COLUMNS[y]}" for x, y in asked if (x, y) not in there]
+
+
 def compare(
     configs: Sequence[RunConfig],
     folder: str | Path,

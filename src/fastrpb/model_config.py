@@ -5,7 +5,7 @@ from math import inf
 from typing import Annotated, Literal, get_args
 
 from fastrpb.bias2d import Kind
-from fastrpb.checks import check_choice, check_number, check_size
+from fastrpb.checks import check_choice, check_flag, check_number, check_size
 
 Attention = Literal["softmax", "linear"]
 Features = Literal["sikf", "elu1", "relu", "dpfp", "favor"]
@@ -105,8 +105,7 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
             if name not in _BY_DEFAULT or getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
         for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}={getattr(self, name)!r} must be true or false")
+            check_flag(name, getattr(self, name))
         for name in ("dropout", "attention_dropout", "bias_dropout"):
             check_number(name, getattr(self, name))
             if not 0 <= getattr(self, name) < 1:
@@ -136,7 +135,7 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
             raise ValueError(f"bias_threshold={self.bias_threshold} must be from 0 to below inf")
         if self.position == "fastrpb2d":
             self._check_image()
-        if self.bias_symmetric and self.causal:
+        if self.bias_symmetric and self.causal and self.position == "fastrpb":
             raise ValueError(
                 "a causal bias has no future to be symmetric with; choose one of causal and "
                 "bias_symmetric"
@@ -145,7 +144,8 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
     def _check_image(self) -> None:
         if not isinstance(self.image, tuple) or len(self.image) != 2 or min(self.image) < 1:
             raise ValueError(
-                f"position='fastrpb2d' needs image=(height, width), got {self.image!r}"
+                "position='fastrpb2d' is for images: it needs image=(height, width), got "
+                f"{self.image!r}"
             )
         height, width = self.image
         if height * width != self.max_length:

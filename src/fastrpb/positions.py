@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from fastrpb.checks import check_size, compute_dtype
+from fastrpb.checks import check_floating, check_size, compute_dtype
 from fastrpb.toeplitz import toeplitz_matmul
 
 
@@ -120,6 +120,8 @@ class _SPE(nn.Module, ABC):
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """(batch, heads, length, dim) each → (batch, heads, length, R), new codes for each call."""
+        for name, x in (("q", q), ("k", k)):
+            check_floating(name, x)
         if q.shape[1] != self.num_heads or q.shape[-1] != self.dim or q.shape != k.shape:
             raise ValueError(
                 f"q and k must be (batch, {self.num_heads}, length, {self.dim}), "
@@ -243,12 +245,13 @@ class ConvSPE(_SPE):
 
     def codes(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         size = length + self.kernel_size - 1
-        shape = (self.num_heads, self.dim, size, self.num_realizations)
+        shape = (1, self.num_heads * self.dim, size, self.num_realizations)
         noise = torch.randn(shape, device=self.kernel_q.device, dtype=dtype)
 
         def filtered(kernel: Tensor) -> Tensor:
-            w = nn.functional.pad(kernel, (length - 1, length - 1))  # a filter is Toeplitz
-            return toeplitz_matmul(w, noise, out_length=length)
+            w = nn.functional.pad(kernel.flatten(0, 1), (length - 1, length - 1))
+            y = toeplitz_matmul(w, noise, out_length=length)  # a filter is Toeplitz
+            return y[0].unflatten(0, (self.num_heads, self.dim))
 
         return filtered(self.kernel_q), filtered(self.kernel_k)
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from apart import APART  # noqa: F401, its processes start the grid's too
-from fastrpb.compare import cells, compare, finished, grid, on_test
+from fastrpb.compare import cells, compare, finished, grid, left_out, on_test
 from fastrpb.presets import name_of
 from fastrpb.report import collect
 from fastrpb.run import Run, append_result, read_lines
@@ -33,6 +33,13 @@ def test_a_grid_keeps_the_options_and_the_seeds():
     assert len(configs) == 6
     assert {c.seed for c in configs} == {0, 5}
     assert {c.model.layers for c in configs} == {1}
+
+
+def test_what_a_grid_cannot_have():
+    rows, positions = ["softmax", "sikf"], ["none", "rpe"]
+    configs = grid("digits", rows, positions, [0], {})
+    assert left_out(rows, positions, configs) == ["Linear, SIKF with RPE"]
+    assert left_out(["softmax"], positions, configs) == []
 
 
 def test_a_grid_has_each_run_once_and_none_whose_bias_is_not_read():

@@ -229,8 +229,9 @@ def test_compare_prints_skips_and_appends(run, tmp_path):
     code, out, error = run(*arguments)
     assert (code, error) == (0, "")
     records = list(read_lines(tmp_path / "runs" / "results.jsonl"))
-    assert len(records) == 6  # RPE on linear attention cannot be
-    row = next(line for line in out.splitlines() if "Linear, SIKF" in line)
+    assert len(records) == 6
+    assert out.startswith("left out, since digits cannot have them: Linear, SIKF with RPE\n")
+    row = next(line for line in out.splitlines() if "│ Linear, SIKF" in line)
     accuracies = [
         100 * r["metrics"]["test"]["accuracy"]
         for r in records

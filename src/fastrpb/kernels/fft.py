@@ -11,7 +11,7 @@ Operators: `torch.compile` and `torch.export` see one node instead of unrolled c
 arithmetic.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product as combinations
 
 import torch
@@ -58,7 +58,7 @@ def _kernel(w: Tensor, m: int, n: int, size: int) -> Tensor:
     return kernel
 
 
-def _chunks(signals: Tensor, size: int) -> Iterator[tuple[slice, slice, slice]]:
+def _chunks(signals: Tensor, size: int) -> list[tuple[slice, slice, slice]]:
     """Cut (batch, heads, signals) into blocks whose transforms fit the working set."""
     least, most = _CHUNK_BYTES.get(signals.device.type, _CHUNK_BYTES["cpu"])
     limit = min(most, max(least, signals.nbytes // 4))
@@ -68,14 +68,15 @@ def _chunks(signals: Tensor, size: int) -> Iterator[tuple[slice, slice, slice]]:
         step = max(1, min(total, room))
         ranges.append([slice(i, i + step) for i in range(0, total, step)])
         room //= total
-    for cs, hs, bs in combinations(*ranges):
-        yield bs, hs, cs
+    return [(bs, hs, cs) for cs, hs, bs in combinations(*ranges)]
 
 
-def _padder(signals: Tensor, size: int) -> Callable[[Tensor], Tensor]:
-    """Pads chunks with zeros up to `size`, all in one buffer: the zeros are written once."""
-    first = next(_chunks(signals, size))
-    buffer = signals.new_zeros(*signals[first].shape[:3], size)
+def _padder(first: Tensor, size: int) -> Callable[[Tensor], Tensor]:
+    """Pads chunks with zeros up to `size`, all in one buffer: the zeros are written once.
+
+    The first chunk is the largest.
+    """
+    buffer = first.new_zeros(*first.shape[:3], size)
 
     def pad(chunk: Tensor) -> Tensor:
         b, h, c, length = chunk.shape
@@ -96,8 +97,9 @@ def _forward(w: Tensor, v: Tensor, out_length: int) -> Tensor:
     source, target = _as_signals(v), _as_signals(y)
     forward, inverse = _transforms(source, size)
     spectrum = forward(_kernel(w, m, n, size)).unsqueeze(-2)
-    pad = _padder(source, size)
-    for bs, hs, cs in _chunks(source, size):
+    chunks = _chunks(source, size)
+    pad = _padder(source[chunks[0]], size)
+    for bs, hs, cs in chunks:
         f = forward(pad(source[bs, hs, cs])).mul_(spectrum[hs])
         target[bs, hs, cs] = inverse(f)[..., :m]
     return y
@@ -119,8 +121,9 @@ def _backward(g: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     # conj_physical: a lazy conjugate is not resolved where compilers run an operator.
     spectrum = forward(_kernel(w, m, n, size)).conj_physical().unsqueeze(-2)
     correlation = torch.zeros_like(spectrum.squeeze(-2))
-    pad_g, pad_v = _padder(upstream, size), _padder(source, size)
-    for bs, hs, cs in _chunks(source, size):
+    chunks = _chunks(source, size)
+    pad_g, pad_v = (_padder(x[chunks[0]], size) for x in (upstream, source))
+    for bs, hs, cs in chunks:
         f = forward(pad_g(upstream[bs, hs, cs]))
         correlation[hs] += (f * forward(pad_v(source[bs, hs, cs])).conj_physical()).sum((0, 2))
         target[bs, hs, cs] = inverse(f.mul_(spectrum[hs]))[..., :n]
