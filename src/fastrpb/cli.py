@@ -22,6 +22,8 @@ try:
         Strongest,
         TaskName,
         config_options,
+        resolve,
+        whole_number,
     )
     from fastrpb.show import Display, outcome_in_words, show_dataset, show_table, waiting
 except ModuleNotFoundError as missing:
@@ -33,7 +35,7 @@ from fastrpb import __version__
 from fastrpb.config import RunConfig, load_config, override
 from fastrpb.data import DataError, load
 from fastrpb.files import reason_of
-from fastrpb.presets import COLUMNS, ROWS, best, name_of, preset, row
+from fastrpb.presets import COLUMNS, ROWS, best, name_of, row
 from fastrpb.processes import keep_freed_memory
 
 # Commands import what they need, so that the others start quickly and without its packages.
@@ -201,7 +203,7 @@ def train(
         if task not in (None, resolved.task):
             raise ValueError(f"{resume} is a run of {resolved.task}, not of {task}")
     else:
-        resolved = _resolve(task, config, values, strongest)
+        resolved = resolve(task, config, values, strongest)
         run = Run(out or Path("runs", name_of(resolved)))
         if _is_main() and run.exists():
             raise ValueError(
@@ -268,7 +270,7 @@ def compare(
     from fastrpb.compare import grid, left_out
 
     _alone("compare")
-    numbers = [_whole_number("seeds", word) for word in seeds.split(",")]
+    numbers = [whole_number("seeds", word) for word in seeds.split(",")]
     model = best(task).model if strongest else None
     if features is None:
         features = row(model.attention, model.features) if model else "softmax,sikf"
@@ -314,7 +316,7 @@ def sweep(
     from fastrpb.train import Interruption
 
     _alone("sweep")
-    resolved = _resolve(task, config, values, strongest)
+    resolved = resolve(task, config, values, strongest)
     folder = out or Path("runs", f"sweep-{name_of(resolved)}")
     try:
         with Display() as display:
@@ -417,7 +419,7 @@ def report(
     """
     from fastrpb.report import write_report
 
-    numbers = [_whole_number("pixel", word) for word in pixel.split(",")] if pixel else None
+    numbers = [whole_number("pixel", word) for word in pixel.split(",")] if pixel else None
     if numbers is not None and len(numbers) != 2:
         raise ValueError(f"--pixel takes a row and a column, as 12,10; got {pixel!r}")
     where = (numbers[0], numbers[1]) if numbers else None
@@ -456,28 +458,6 @@ def export(
         print(f"written to {write(run, out)}")
     except ImportError as error:
         raise ValueError(error) from None
-
-
-def _resolve(
-    task: str | None, config: Path | None, values: dict[str, Any], strongest: bool
-) -> RunConfig:
-    """The config of a task's preset, or of a file, with the options in place of its values."""
-    if strongest and config is not None:
-        raise ValueError("--best is a config of its own: leave --config out")
-    if (task is None) == (config is None):
-        raise ValueError("give one of TASK, --config FILE and, to go on with a run, --resume RUN")
-    if config is not None:
-        return override(load_config(config), values)
-    if strongest:
-        return override(best(task), values)  # pyright: ignore[reportArgumentType]
-    cell = {name: values[name] for name in ("attention", "features", "position") if name in values}
-    return override(preset(task, **cell), values)  # pyright: ignore[reportArgumentType]
-
-
-def _whole_number(name: str, word: str) -> int:
-    if not word.strip().isdecimal():
-        raise ValueError(f"--{name} takes whole numbers with commas between them, got {word!r}")
-    return int(word)
 
 
 def _compare(

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have, and one for each field of a config."""
+"""Arguments and options that several commands have, and configs from them."""
 
 import functools
 import inspect
@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from fastrpb.config import OF_THE_TASK, RunConfig
+from fastrpb.config import OF_THE_TASK, RunConfig, load_config, override
 from fastrpb.data import TASKS
 from fastrpb.model_config import ModelConfig
+from fastrpb.presets import best, preset
 
 ONE_TASK = typer.Argument(help=f"One of {', '.join(TASKS)}.", autocompletion=lambda: TASKS)
 TaskName = Annotated[str, ONE_TASK]
@@ -55,3 +56,25 @@ def config_options(*left_out: str) -> Callable[[Callable[..., None]], Callable[.
         return wrapper
 
     return decorate
+
+
+def resolve(
+    task: str | None, config: Path | None, values: dict[str, Any], strongest: bool
+) -> RunConfig:
+    """The config of a task's preset, or of a file, with the options in place of its values."""
+    if strongest and config is not None:
+        raise ValueError("--best is a config of its own: leave --config out")
+    if (task is None) == (config is None):
+        raise ValueError("give one of TASK, --config FILE and, to go on with a run, --resume RUN")
+    if config is not None:
+        return override(load_config(config), values)
+    if strongest:
+        return override(best(task), values)  # pyright: ignore[reportArgumentType]
+    cell = {name: values[name] for name in ("attention", "features", "position") if name in values}
+    return override(preset(task, **cell), values)  # pyright: ignore[reportArgumentType]
+
+
+def whole_number(name: str, word: str) -> int:
+    if not word.strip().isdecimal():
+        raise ValueError(f"--{name} takes whole numbers with commas between them, got {word!r}")
+    return int(word)
