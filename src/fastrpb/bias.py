@@ -106,6 +106,22 @@ class Bias(nn.Module, ABC):
         return "".join(f", {name}={value}" for name, value in self._settings().items() if value)
 
     @abstractmethod
+    def _distances(self) -> list[range]:
+        """The distances that `w` stores, by axis."""
+
+    def _give_to(self, new: "Bias") -> None:
+        """The weights of common distances; others become zero."""
+        new.w.zero_()
+        mine, its = self.w.detach(), new.w.detach()
+        axes = zip(self._distances(), new._distances(), strict=True)
+        for axis, (here, there) in enumerate(axes, 1):
+            first = max(here.start, there.start)
+            count = min(here.stop, there.stop) - first
+            mine = mine.narrow(axis, first - here.start, count)
+            its = its.narrow(axis, first - there.start, count)
+        its.copy_(mine)
+
+    @abstractmethod
     def _distance(self) -> Tensor:
         """How far every stored weight reaches, in tokens or pixels."""
 
@@ -237,19 +253,18 @@ class FastRPB(Bias):
             )
         self.max_length = max_length
         self.causal = causal
-        self.w = nn.Parameter(torch.empty(num_heads, len(self._distances())))
+        self.w = nn.Parameter(torch.empty(num_heads, *map(len, self._distances())))
         self.reset_parameters()
 
-    def _distances(self) -> range:
-        """The distances that `w` stores."""
+    def _distances(self) -> list[range]:
         n = self.max_length
-        return range(0 if self.symmetric else 1 - n, 1 if self.causal else n)
+        return [range(0 if self.symmetric else 1 - n, 1 if self.causal else n)]
 
     def _distance(self) -> Tensor:
         return self._distance_of(0, self.w.shape[1])
 
     def _distance_of(self, first: int, last: int) -> Tensor:
-        start, dtype = self._distances().start, compute_dtype(self.w)
+        start, dtype = self._distances()[0].start, compute_dtype(self.w)
         return torch.arange(start + first, start + last, dtype=dtype, device=self.w.device).abs()
 
     def _part(self, first: int, last: int) -> Tensor:
@@ -402,13 +417,7 @@ class FastRPB(Bias):
             init=self.init,
             **self._settings(),
         ).to(self.w)
-        here, there = self._distances(), new._distances()
-        first = max(here.start, there.start)
-        count = min(here.stop, there.stop) - first
-        new.w.zero_()
-        new.w.narrow(1, first - there.start, count).copy_(
-            self.w.narrow(1, first - here.start, count)
-        )
+        self._give_to(new)
         return new
 
     def _mismatch(self, saved: torch.Size) -> str:

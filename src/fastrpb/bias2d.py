@@ -71,7 +71,6 @@ class FastRPB2d(Bias):
         self.reset_parameters()
 
     def _distances(self) -> list[range]:
-        """The distances that `w` stores, by axis."""
         full = self.kind == "full"
         sizes = [self.height, self.width] if full else [max(self.height, self.width)]
         axes = [range(1 - size, size) for size in sizes]
@@ -128,16 +127,7 @@ class FastRPB2d(Bias):
             init=self.init,
             **self._settings(),
         ).to(self.w)
-        new.w.zero_()
-        old_part, new_part = self.w.detach(), new.w.detach()
-        for axis, (here, there) in enumerate(
-            zip(self._distances(), new._distances(), strict=True), 1
-        ):
-            first = max(here.start, there.start)
-            count = min(here.stop, there.stop) - first
-            old_part = old_part.narrow(axis, first - here.start, count)
-            new_part = new_part.narrow(axis, first - there.start, count)
-        new_part.copy_(old_part)
+        self._give_to(new)
         return new
 
     def _mismatch(self, saved: torch.Size) -> str:
