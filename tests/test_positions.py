@@ -100,13 +100,14 @@ def test_spe_codes_have_their_covariance(make):
     assert (got - wanted).abs().max() < 5 * scale.max() * (2 / 200_000) ** 0.5
 
 
-@pytest.mark.parametrize("length", [1, 4, 37])
-def test_codes_of_convspe_are_its_noise_filtered(length):
+@pytest.mark.parametrize(("length", "drawn"), [(1, 5), (4, 8), (10, 14), (37, 44)])
+def test_codes_of_convspe_are_its_noise_filtered(length, drawn):
+    """In windows of 10; the last has noise to its end."""
     spe = ConvSPE(2, 3, kernel_size=5, num_realizations=7).double()
     torch.manual_seed(2)
     codes = spe.codes(length, torch.float64)
     torch.manual_seed(2)
-    noise = torch.randn(2, 3, length + 4, 7, dtype=torch.float64)
+    noise = torch.randn(2, 3, drawn, 7, dtype=torch.float64)[:, :, : length + 4]
     for code, kernel in zip(codes, (spe.kernel_q, spe.kernel_k), strict=True):
         wanted = torch.einsum("hdnrp,hdp->hdnr", noise.unfold(2, 5, 1), kernel)
         torch.testing.assert_close(code, wanted)
@@ -233,6 +234,24 @@ def test_alibi_slopes_and_logits():
     q = torch.randn(2, 8, 10, 4)
     logits = ALiBi(8)(q, q)
     assert logits[2, 3, 7] == logits[2, 7, 3] == -4 / 8
+
+
+@pytest.mark.parametrize(("m", "n"), [(9, 9), (1, 20), (8, 9), (1, 1)])
+def test_a_compiled_relative_key_query_is_the_same(m, n):
+    rpe = RelativeKeyQuery(4, 20).double()
+    q, k = (torch.randn(2, 3, x, 4, dtype=torch.float64, requires_grad=True) for x in (m, n))
+    compiled = torch.compile(rpe, backend="aot_eager", fullgraph=True)
+    g, inputs = torch.randn(2, 3, m, n, dtype=torch.float64), (q, k, rpe.table)
+    for y in (rpe(q, k), compiled(q, k)):
+        torch.testing.assert_close(y[..., 0, -1], rpe.dim**-0.5 * _far(rpe, q, k))
+    eager, fast = (torch.autograd.grad(f(q, k), inputs, g) for f in (rpe, compiled))
+    torch.testing.assert_close(fast, eager)
+
+
+def _far(rpe, q, k):
+    """The first query, the last key: the largest distance."""
+    row = rpe.table[rpe.max_length - 1 + k.shape[2] - 1]
+    return (q[..., 0, :] + k[..., -1, :]) @ row
 
 
 @pytest.mark.parametrize("logits", [RelativeKeyQuery(4, 20), T5Bias(3), ALiBi(3)])

@@ -244,14 +244,21 @@ class ConvSPE(_SPE):
         return lags.squeeze(-1)[..., n[:, None] - n + length]
 
     def codes(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        size = length + self.kernel_size - 1
-        shape = (1, self.num_heads * self.dim, size, self.num_realizations)
+        # A filter is Toeplitz; in windows of a few kernels most of its zeros are left out. Exported
+        # for a range of lengths, their number would not be known.
+        whole = torch.compiler.is_exporting() or length <= 2 * self.kernel_size
+        window = length if whole else 2 * self.kernel_size
+        count = 1 if whole else -(-length // window)
+        size = window + self.kernel_size - 1
+        shape = (self.num_heads * self.dim, size + (count - 1) * window, self.num_realizations)
         noise = torch.randn(shape, device=self.kernel_q.device, dtype=dtype)
+        windows = noise[None] if whole else noise.unfold(1, size, window).permute(1, 0, 3, 2)
 
         def filtered(kernel: Tensor) -> Tensor:
-            w = nn.functional.pad(kernel.flatten(0, 1), (length - 1, length - 1))
-            y = toeplitz_matmul(w, noise, out_length=length)  # a filter is Toeplitz
-            return y[0].unflatten(0, (self.num_heads, self.dim))
+            w = nn.functional.pad(kernel.flatten(0, 1), (window - 1, window - 1))
+            y = toeplitz_matmul(w, windows, out_length=window)
+            y = y.transpose(0, 1).flatten(1, 2)[:, :length]
+            return y.unflatten(0, (self.num_heads, self.dim))
 
         return filtered(self.kernel_q), filtered(self.kernel_k)
 
@@ -278,9 +285,8 @@ class RelativeKeyQuery(nn.Module):
         m, n = _lengths(q, k)
         _within(n, self.max_length)
         table = self.table[self.max_length - n : self.max_length + n - 1].to(q.dtype)
-        index = _distance(m, n, q.device) + n - 1
-        by_query = (q @ table.mT).gather(-1, index.expand(*q.shape[:-1], n))
-        by_key = (k @ table.mT).gather(-1, index.mT.expand(*k.shape[:-1], m)).mT
+        by_query = _by_place(q, table, n)
+        by_key = _by_place(k, table.flip(0), m).mT
         return (by_query + by_key) * self.dim**-0.5
 
 
@@ -366,6 +372,24 @@ def _slopes(num_heads: int) -> list[float]:
 def _distance(queries: int, keys: int, device: torch.device) -> Tensor:
     """d = m - n for output n and input m: (queries, keys)."""
     return torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
+
+
+def _by_place(x: Tensor, table: Tensor, columns: int) -> Tensor:
+    """x_n·table[N-1 + m-n] for x (..., rows, dim), a table (2N-1, dim), m < columns.
+
+    Their product has it at (n, N-1 + m-n), so rows of L end to end at n·(L-1) + N-1 + m. Copies
+    suffice; the gradients of a gather would be sums.
+    """
+    rows, middle = x.shape[-2], len(table) // 2
+    width = -(-len(table) // 8) * 8  # tensor cores want rows of 16 bytes
+    y = x @ nn.functional.pad(table, (0, 0, 0, width - len(table))).mT
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        # Compiled, the copies below would divide for the place of every element.
+        y = y.contiguous()
+        shape, strides = (*y.shape[:-1], columns), (*y.stride()[:-2], width - 1, 1)
+        return y.as_strided(shape, strides, middle)
+    flat = nn.functional.pad(y.flatten(-2), (-middle, middle - rows))
+    return flat.unflatten(-1, (rows, width - 1))[..., :columns]
 
 
 def _angles(position: Tensor, dim: int, base: float) -> Tensor:
