@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from fastrpb import elu1, linear_attention, linear_attention_weights, relu, sikf
+from fastrpb import (
+    DPFP,
+    FavorPlus,
+    elu1,
+    linear_attention,
+    linear_attention_weights,
+    relu,
+    sikf,
+)
 from on_triton import DEVICE, HALF, error, masks, poisoned, rand  # noqa: F401, a fixture
 
 causal_kernels = pytest.importorskip("fastrpb.kernels.causal", reason="needs triton")
@@ -48,6 +56,26 @@ def test_linear_attention(phi, dtype, masked):
     q, k, v = (3 * rand(2, 2, m, d, dtype=dtype) for m, d in ((70, 20), (150, 20), (150, 24)))
     mask = masks(2, 150) if masked else None
     assert_attention_as_good_as_plain(q, k, v, phi=phi, mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("features", [50, 128])
+def test_favor_plus(dtype, masked, features):
+    phi = FavorPlus(20, features).to(DEVICE)
+    q, k, v = (3 * rand(2, 2, m, d, dtype=dtype) for m, d in ((70, 20), (150, 20), (150, 24)))
+    mask = masks(2, 150) if masked else None
+    assert_attention_as_good_as_plain(q, k, v, phi=phi, mask=mask, plus=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("nu", [1, 2])
+def test_dpfp(dtype, masked, nu):
+    q, k, v = (3 * rand(2, 2, m, d, dtype=dtype) for m, d in ((70, 12), (150, 12), (150, 24)))
+    q[:, :, 3] = 0  # no feature at all: it attends to nothing
+    mask = masks(2, 150) if masked else None
+    assert_attention_as_good_as_plain(q, k, v, phi=DPFP(nu), mask=mask, plus=True)
 
 
 # The kernel takes 64 positions at a time, in parts of at least twice as many.

@@ -1,27 +1,32 @@
 """The operators that Triton computes, as torch sees them: transforms, compilation, refusals."""
 
+import copy
 import itertools
 
 import pytest
 import torch
 from torch.library import opcheck
 
-from fastrpb import DPFP, linear_attention, sikf, toeplitz_matmul, toeplitz_matmul_2d
+from fastrpb import DPFP, FavorPlus, linear_attention, sikf, toeplitz_matmul, toeplitz_matmul_2d
 from fastrpb.kernels import ops
 from on_triton import DEVICE, error, masks, poisoned, rand  # noqa: F401, a fixture
 
 pytest.importorskip("fastrpb.kernels.direct", reason="needs triton")
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_gradients_of_gradients(causal):
+@pytest.mark.parametrize(
+    ("phi", "causal"),
+    [(sikf, False), (sikf, True), (FavorPlus(16, 20).to(DEVICE), False), (DPFP(), False)],
+    ids=["sikf", "causal", "favor", "dpfp"],
+)
+def test_gradients_of_gradients(phi, causal):
     w, v = rand(2, 39).requires_grad_(), rand(1, 2, 20, 16, dtype=torch.float16).requires_grad_()
     q, k = rand(2, 1, 2, 20, 16).unbind()
 
     def second(impls, w, v, q, k):
         q, k = q.requires_grad_(), k.requires_grad_()
         y = toeplitz_matmul(w, v, impl=impls[0]).to(q.dtype)
-        y = linear_attention(q, k, y, phi=sikf, causal=causal, impl=impls[1])
+        y = linear_attention(q, k, y, phi=phi, causal=causal, impl=impls[1])
         first = torch.autograd.grad(y.square().sum(), (w, q), create_graph=True)
         return torch.autograd.grad(sum(x.square().sum() for x in first), (w, q, k))
 
@@ -68,6 +73,21 @@ def test_func_transforms():
     linear_attention(*inputs, phi=sikf, impl="torch").square().sum().backward()
     for a, x in zip(got, inputs, strict=True):
         torch.testing.assert_close(a, x.grad, rtol=1e-4, atol=1e-5)
+    phis = [FavorPlus(16, 5, seed=seed).to(DEVICE) for seed in range(3)]
+    rows = torch.stack([phi.projection for phi in phis])
+
+    def favor(rows, q, k, u):
+        phi = copy.copy(phis[0])
+        phi._buffers = {"projection": rows}
+        return linear_attention(q, k, u, phi=phi, impl="triton")
+
+    for axes, of_each in (((None, 0, 0, 0), [phis[0]] * 3), ((0, 0, 0, 0), phis)):
+        got = torch.func.vmap(favor, axes)(rows[0] if axes[0] is None else rows, q, k, u)
+        wanted = [
+            linear_attention(*x, phi=phi, impl="torch")
+            for phi, *x in zip(of_each, q, k, u, strict=True)
+        ]
+        torch.testing.assert_close(got, torch.stack(wanted), rtol=1e-4, atol=1e-5)
     image = rand(2, 7)
     mapped = torch.func.vmap(lambda v: toeplitz_matmul_2d(image, v, (4, 4), impl="triton"))
     v = rand(3, 2, 2, 16, 16, dtype=torch.float16)
@@ -93,9 +113,11 @@ def test_the_order_in_memory_is_the_one_asked_for():
     for v, asked in itertools.product((apart, together), (False, True)):
         y = torch.ops.fastrpb.toeplitz_triton(w, v, -19, 20, 0, 0, asked)
         _, dv = torch.ops.fastrpb.toeplitz_triton_backward(v, w, v, -19, 0, 0, asked)
-        z, state = torch.ops.fastrpb.linear_attention_triton(v, v, v, None, None, 0, False, asked)
+        z, state = torch.ops.fastrpb.linear_attention_triton(
+            v, v, v, None, None, None, 0, False, asked
+        )
         gradients = torch.ops.fastrpb.linear_attention_triton_backward(
-            v, v, v, v, None, state, 0, False, asked
+            v, v, v, v, None, None, state, 0, False, asked
         )
         assert [ops.heads_inside(x) for x in (y, dv, z, *gradients)] == 6 * [asked]
         torch.testing.assert_close(y, toeplitz_matmul(w, v, impl="triton"))
@@ -103,11 +125,15 @@ def test_the_order_in_memory_is_the_one_asked_for():
 
 def test_the_other_operators_are_registered_correctly():
     q, k, v = rand(3, 2, 1, 16, 4, dtype=torch.float16)
-    for mask, causal in ((None, False), (masks(2, 16), False), (masks(2, 16), True)):
-        inputs = q, k, v, mask, q, 0, causal, False
+    rows, kept = rand(5, 4), masks(2, 16)
+    for mask, projection, kind, causal in (
+        *((None, None, 0, False), (kept, None, 0, False), (kept, None, 0, True)),
+        *((None, rows, -1, False), (kept, rows, -1, False)),
+    ):
+        inputs = q, k, v, mask, q, projection, kind, causal, False
         opcheck(torch.ops.fastrpb.linear_attention_triton.default, inputs)
         y, state = torch.ops.fastrpb.linear_attention_triton(*inputs)
-        inputs = y, q, k, v, mask, state, 0, causal, False
+        inputs = y, q, k, v, mask, projection, state, kind, causal, False
         opcheck(torch.ops.fastrpb.linear_attention_triton_backward.default, inputs)
     opcheck(torch.ops.fastrpb.image_sums_triton.default, (v, 2, 8))
     sums = torch.ops.fastrpb.image_sums_triton(v, 2, 8)
@@ -155,12 +181,19 @@ def _wide(v, dim):
     return linear_attention(x, x, x, phi=sikf, impl="triton")
 
 
+def _favor(v, count, **options):
+    phi = FavorPlus(4, count).to(DEVICE)
+    return linear_attention(v, v, v, phi=phi, impl="triton", **options)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda v: toeplitz_matmul(W.to(v), v, impl="triton"), "float64"),
         (lambda v: linear_attention(v, v, v, phi=sikf, impl="triton"), "float64"),
-        (lambda v: linear_attention(v, v, v, phi=DPFP(), impl="triton"), "DPFP"),
+        (lambda v: linear_attention(v, v, v, phi=DPFP(), impl="triton"), "got DPFP.*float64"),
+        (lambda v: _favor(v.float(), 129), "256 features.*got FavorPlus, 4 and 4"),
+        (lambda v: _favor(v.float(), 8, causal=True), "got causal FavorPlus"),
         (lambda v: _wide(v.float(), 65), "64 channels.*65 and 65"),
         (lambda v: _wide(v.half(), 129), "128 channels.*129 and 129"),
         (lambda v: linear_attention(v, v, v, phi=sikf, impl="cuda"), "'cuda'.*auto, torch, triton"),

@@ -14,11 +14,15 @@ from torch import Tensor
 from fastrpb.causal import add_shifted, causal_sums
 from fastrpb.checks import check_floating, check_mask, check_values, compute_dtype
 from fastrpb.features import (
+    DPFP,
     ELU1,
     HIDDEN,
     SIKF,
     ExpFeatureMap,
+    FavorPlus,
+    Given,
     Phi,
+    Projected,
     ReLU,
     elu1,
     relu,
@@ -29,8 +33,11 @@ from fastrpb.kernels.autograd import apply
 
 AttentionImpl = Literal["auto", "torch", "triton"]
 
-_FUSED = (sikf, elu1, relu)  # the maps that the kernels know, by number
+# The maps that the kernels know, by number.
+_KINDS = {FavorPlus: -1, SIKF: 0, ELU1: 1, ReLU: 2, DPFP: 3}
+_CAUSAL_KINDS = (0, 1, 2)
 _FUSED_DIM, _FUSED_DIM_FLOAT32 = 128, 64  # the most channels that fit into shared memory
+_PROJECTED_DIM, _PROJECTED_FEATURES = 64, 256  # the most of FAVOR+
 
 
 def softmax_attention(
@@ -123,8 +130,10 @@ def linear_attention(
         phi: a feature map, such as `fastrpb.sikf`.
         plus: of the shape and dtype of the result, to be added to it, such as the W·V of
             `FastRPB`; what is fused saves a read and a write that way.
-        impl: "triton" fuses it all on a GPU, for `sikf`, `elu1` and `relu` and up to 128 channels
-            (64 in float32); "torch" computes anything anywhere; "auto" fuses what it can.
+        impl: "triton" fuses it all on a GPU, for `sikf`, `elu1` and `relu` up to 128 channels (64
+            in float32); not causal also for `DPFP` up to as many features (no float16) and for
+            `FavorPlus` up to 64 channels and 256 features. "torch" computes anything anywhere;
+            "auto" fuses what it can.
 
     The causal form works in chunks: within one by the quadratic definition, across them by the
     sums so far, one a chunk.
@@ -142,14 +151,20 @@ def linear_attention(
     _check_phi(phi)
     if plus is not None:
         _check_plus(plus, q, v)
-    if not _use_triton(impl, phi, q, k, v):
+    if not _use_triton(impl, phi, q, k, v, causal):
         y = _plain(phi, q, k, v, mask, causal)
         return y if plus is None else y + plus
+    if isinstance(phi, DPFP):  # its features are few, and the kernel takes them as they are
+        wide_q, wide_k = _widened(q, k)
+        if mask is not None:
+            wide_k = wide_k.masked_fill(~mask[..., None, :, None], 0)
+        q, k = (phi.features(x).to(v.dtype) for x in (wide_q, wide_k))
+    projection = phi.projection if isinstance(phi, FavorPlus) else None
     lead = v.shape[:-3]
     q, k, v = (x.reshape(lead.numel(), *x.shape[-3:]) for x in (q, k, v))
     mask = None if mask is None else mask.reshape(lead.numel(), -1)
     plus = None if plus is None else plus.reshape(lead.numel(), *plus.shape[-3:])
-    y, *_ = apply(_Fused, q, k, v, mask, plus, _kind(phi), causal)
+    y, *_ = apply(_Fused, q, k, v, mask, plus, projection, _KINDS[type(phi)], causal)
     return y.reshape(*lead, *y.shape[1:])
 
 
@@ -157,6 +172,8 @@ def _plain(phi: Phi, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causa
     dtype = v.dtype
     with torch.autocast(v.device.type, enabled=False):
         q, k, v = _widened(q, k, v)
+        if mask is not None:  # else a gradient of 0 times NaN would be NaN
+            k = k.masked_fill(~mask[..., None, :, None], 0)
         values = _with_ones(v, mask)
         if not causal:
             phi_q, phi_k = phi(q, k, mask)
@@ -166,22 +183,30 @@ def _plain(phi: Phi, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causa
         return _divide(sums[..., :-1], sums[..., -1:]).to(dtype)
 
 
-def _kind(phi: Phi) -> int | None:
-    """The number of a map among those that the kernels know."""
-    return {SIKF: 0, ELU1: 1, ReLU: 2}.get(type(phi))
+def _fits(phi: Phi, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    """Whether the kernels know the map, and hold its features in shared memory."""
+    kind, dim, v_dim = _KINDS.get(type(phi)), q.shape[-1], v.shape[-1]
+    most = _FUSED_DIM if v.dtype in ops.HALF else _FUSED_DIM_FLOAT32
+    if isinstance(phi, FavorPlus):
+        most, trained = _PROJECTED_DIM, phi.projection.requires_grad
+        fits = dim == phi.dim and 2 * phi.num_features <= _PROJECTED_FEATURES and not trained
+    elif isinstance(phi, DPFP):  # products of two may leave the range of float16
+        fits = phi.nu < 2 * dim and 2 * dim * phi.nu <= most and v.dtype != torch.float16
+    else:
+        fits = kind is not None
+    return (
+        fits
+        and (not causal or kind in _CAUSAL_KINDS)
+        and all(x.dtype in (*ops.HALF, torch.float32) for x in (q, k, v))
+        and 1 <= min(dim, v_dim) <= max(dim, v_dim) <= most
+    )
 
 
-def _use_triton(impl: str, phi: Phi, q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _use_triton(impl: str, phi: Phi, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     if impl not in get_args(AttentionImpl):
         options = ", ".join(get_args(AttentionImpl))
         raise ValueError(f"unknown impl={impl!r}; choose from {options}")
-    dims = q.shape[-1], v.shape[-1]
-    most = _FUSED_DIM if v.dtype in ops.HALF else _FUSED_DIM_FLOAT32
-    fits = (
-        _kind(phi) is not None
-        and all(x.dtype in (*ops.HALF, torch.float32) for x in (q, k, v))
-        and 1 <= min(dims) <= max(dims) <= most
-    )
+    fits = _fits(phi, q, k, v, causal)
     if impl != "triton":
         return impl == "auto" and fits and v.is_cuda and ops.INSTALLED and bool(v.numel())
     if not ops.runs_on(v):
@@ -189,10 +214,13 @@ def _use_triton(impl: str, phi: Phi, q: Tensor, k: Tensor, v: Tensor) -> bool:
             f"impl='triton' needs a GPU and the package triton, v is on {v.device}; use impl='auto'"
         )
     if not fits:
+        most = _FUSED_DIM if v.dtype in ops.HALF else _FUSED_DIM_FLOAT32
         raise ValueError(
-            f"impl='triton' is for sikf, elu1 or relu, up to {most} channels, no float64; "
-            f"got {type(phi).__name__}, {dims[0]} and {dims[1]} channels, {v.dtype}; "
-            "use impl='auto'"
+            f"impl='triton' is for sikf, elu1 or relu up to {most} channels, and not causal for "
+            f"DPFP up to {most} features or FavorPlus up to {_PROJECTED_DIM} channels and "
+            f"{_PROJECTED_FEATURES} features, no float64 and no DPFP in float16; got "
+            f"{'causal ' if causal else ''}{type(phi).__name__}, {q.shape[-1]} and {v.shape[-1]} "
+            f"channels, {v.dtype}; use impl='auto'"
         )
     return True
 
@@ -201,71 +229,85 @@ class _Fused(torch.autograd.Function):
     """The operator `fastrpb::linear_attention_triton`; gradients of gradients by plain torch."""
 
     @staticmethod
-    def forward(q, k, v, mask, plus, kind, causal):
+    def forward(q, k, v, mask, plus, projection, kind, causal):
         y, state = torch.ops.fastrpb.linear_attention_triton(
-            q, k, v, mask, plus, kind, causal, ops.heads_inside(v)
+            q, k, v, mask, plus, projection, kind, causal, ops.heads_inside(v)
         )
         return y, *state
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *tensors, plus, ctx.kind, ctx.causal = inputs
+        *tensors, plus, projection, ctx.kind, ctx.causal = inputs
         _, *state = output
         ctx.mark_non_differentiable(*state)
-        ctx.save_for_backward(*tensors, *state)
+        ctx.save_for_backward(*tensors, projection, *state)
         ctx.plus = plus is not None
 
     @staticmethod
     def backward(ctx, g, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved = *ctx.saved_tensors, *(7 - len(ctx.saved_tensors)) * [None]
+        saved = *ctx.saved_tensors, *(8 - len(ctx.saved_tensors)) * [None]
         gradients = [None] * 3
         if any(ctx.needs_input_grad[:3]):
             gradients = apply(_FusedGradients, g, *saved, ctx.kind, ctx.causal)
-        return *gradients, None, g if ctx.plus else None, None, None
+        return *gradients, None, g if ctx.plus else None, None, None, None
 
     @staticmethod
     def vmap(info, in_dims, *inputs):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _mapped(_Fused, info.batch_size, in_dims, inputs)
+        return _mapped(_Fused, info.batch_size, in_dims, inputs, projection=5)
 
 
 class _FusedGradients(torch.autograd.Function):
     """(dq, dk, dv) of ⟨g, attention⟩, given the state that the forward left."""
 
     @staticmethod
-    def forward(g, q, k, v, mask, first, second, third, kind, causal):
+    def forward(g, q, k, v, mask, projection, first, second, third, kind, causal):
         state = [x for x in (first, second, third) if x is not None]  # one if causal
         return torch.ops.fastrpb.linear_attention_triton_backward(
-            g, q, k, v, mask, state, kind, causal, ops.heads_inside(v)
+            g, q, k, v, mask, projection, state, kind, causal, ops.heads_inside(v)
         )
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[:5])
+        ctx.save_for_backward(*inputs[:6])
         ctx.kind, ctx.causal = inputs[-2:]
 
     @staticmethod
     def backward(ctx, *upstream):
-        *tensors, mask = ctx.saved_tensors
+        *tensors, mask, projection = ctx.saved_tensors
+        phi = Given() if projection is None else Projected(projection)
+        phi = {0: sikf, 1: elu1, 2: relu}.get(ctx.kind, phi)
 
         def gradients(g, q, k, v):
             def attention(q, k, v):
-                return _plain(_FUSED[ctx.kind], q, k, v, mask, ctx.causal)
+                return _plain(phi, q, k, v, mask, ctx.causal)
 
             return torch.func.vjp(attention, q, k, v)[1](g)
 
         second = torch.func.vjp(gradients, *tensors)[1](upstream)
-        return *second, *6 * [None]
+        return *second, *7 * [None]
 
     @staticmethod
     def vmap(info, in_dims, *inputs):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _mapped(_FusedGradients, info.batch_size, in_dims, inputs)
+        return _mapped(_FusedGradients, info.batch_size, in_dims, inputs, projection=5)
 
 
-def _mapped(function: type[torch.autograd.Function], count: int, in_dims, inputs):
-    """`function` under `torch.func.vmap`: what is mapped over joins the batch."""
+def _mapped(
+    function: type[torch.autograd.Function], count: int, in_dims, inputs, *, projection: int
+):
+    """`function` under `torch.func.vmap`: what is mapped over joins the batch.
+
+    But for the projection, input number `projection`: models with others each come one by one.
+    """
+    pairs = list(zip(inputs, in_dims, strict=True))
+    if in_dims[projection] is not None:
+        each = [
+            apply(function, *(x if d is None else x.select(d, i) for x, d in pairs))
+            for i in range(count)
+        ]
+        return tuple(torch.stack(x) for x in zip(*each, strict=True)), (0,) * len(each[0])
     inputs = [
-        ops.into_batch(x, d, count) if isinstance(x, Tensor) else x
-        for x, d in zip(inputs, in_dims, strict=True)
+        ops.into_batch(x, d, count) if isinstance(x, Tensor) and i != projection else x
+        for i, (x, d) in enumerate(pairs)
     ]
     outputs = apply(function, *inputs)
     return tuple(x.unflatten(0, (count, -1)) for x in outputs), (0,) * len(outputs)

@@ -121,6 +121,27 @@ class DPFP(FeatureMap):
         return torch.cat([r * r.roll(j, dims=-1) for j in range(1, self.nu + 1)], dim=-1)
 
 
+class Given(FeatureMap):
+    """φ(x) = x: the features are there already, and none is negative."""
+
+    def features(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Projected(ExpFeatureMap):
+    """The features of `FavorPlus` for the rows R of a projection (m, dim)."""
+
+    def __init__(self, projection: Tensor):
+        self.projection = projection
+
+    def log_features(self, x: Tensor) -> Tensor:
+        count, dim = self.projection.shape
+        z = x * dim**-0.25
+        rz = z @ self.projection.to(z.dtype).mT
+        constant = math.log(2 * count) / 2
+        return torch.cat([rz, -rz], -1) - z.square().sum(-1, keepdim=True) / 2 - constant
+
+
 class FavorPlus(nn.Module, ExpFeatureMap):
     """Random features whose φ(q)ᵀφ(k) is exp(qᵀk/√dim) on average (Performer).
 
@@ -174,10 +195,7 @@ class FavorPlus(nn.Module, ExpFeatureMap):
     def log_features(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.dim:
             raise ValueError(f"x has {x.shape[-1]} channels, the features are for dim={self.dim}")
-        z = x * self.dim**-0.25
-        rz = z @ self.projection.to(z.dtype).mT
-        constant = math.log(2 * self.num_features) / 2
-        return torch.cat([rz, -rz], -1) - z.square().sum(-1, keepdim=True) / 2 - constant
+        return Projected(self.projection).log_features(x)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, num_features={self.num_features}"

@@ -10,7 +10,11 @@ each feature, which the queries add, and their own largest after that: all expon
 In bfloat16 both weights are rounded before they are summed up: they are averages all the same.
 Backward, with g the gradient of y: t = g·uᵀ, d log p = p(t - Σ_f p·t), du = pᵀ·g, and then
 d log a_m = a(v_m·duᵀ + c) with c = Σ_n d log p_n - u·du, and dv = a·du. Each tensor is read or
-written once, the keys twice where φ = exp.
+written once, the keys twice where φ is an exponential.
+
+KIND is the number of φ: 0 for exp, -1 for FAVOR+, 1 for ELU + 1, 2 for ReLU, 3 where queries and
+keys are features already. What they are made of, x, is the query or the key itself, or, for FAVOR+,
+its product with `projection`: a program holds those rows, and x is never stored.
 """
 
 import torch
@@ -18,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrpb.kernels.launch import launch, power_of_2
+from fastrpb.kernels.launch import launch, power_of_2, tile_width
 from fastrpb.kernels.tiles import (
     HIDDEN,
     buffers,
@@ -40,18 +44,62 @@ from fastrpb.kernels.tiles import (
 STATE = {"BLOCK": 16, "num_warps": 4, "num_stages": 4}
 OUTPUT = {"BLOCK": 64, "num_warps": 4, "num_stages": 2}
 GRADIENTS = {"BLOCK": 64, "num_warps": 4, "num_stages": 2}
+PROJECTED = {"BLOCK": 32, "num_warps": 8, "num_stages": 1}  # for more features than channels
 STATE_PROGRAMS, OUTPUT_PROGRAMS, GRADIENT_PROGRAMS = 528, 2112, 1056  # fill a large GPU
 
 
 @triton.jit
-def _query_weights(q, z, shift, DIM: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr):
+def _projection(
+    rows, FEATURES: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, INNER: tl.constexpr
+):
+    """(WIDTH, INNER): those of R·dim^(-1/4) and their negatives, FEATURES in all, then zeros."""
+    f, d = tl.arange(0, WIDTH)[:, None], tl.arange(0, INNER)[None, :]
+    negative = f >= FEATURES // 2
+    row = tl.where(negative, f - FEATURES // 2, f)
+    x = tl.load(rows + row * DIM + d, mask=(f < FEATURES) & (d < DIM), other=0.0)
+    return tl.where(negative, -x, x).to(tl.float32) * DIM**-0.25
+
+
+@triton.jit
+def _lifted(raw, rows, DIM: tl.constexpr, KIND: tl.constexpr, FULL: tl.constexpr):
+    """x, of which the features are made: raw·rowsᵀ - |raw|²/(2√dim) for FAVOR+, else raw."""
+    x = raw.to(tl.float32)
+    if KIND == -1:
+        square = tl.sum(x * x, 1) * (DIM**-0.5 / 2)
+        x = dot(raw, tl.trans(rows), tl.zeros((raw.shape[0], rows.shape[0]), tl.float32), FULL)
+        x -= square[:, None]
+    return x
+
+
+@triton.jit
+def _lowered(
+    change, inner, factor, raw, rows, DIM: tl.constexpr, KIND: tl.constexpr, FULL: tl.constexpr
+):
+    """The gradient of raw, given d log φ = weight·inner and weight = φ·factor."""
+    if KIND == 3:
+        return inner * factor
+    if KIND == -1:
+        y = dot(change, rows, tl.zeros(raw.shape, tl.float32), FULL)
+        return y - raw.to(tl.float32) * (tl.sum(change, 1) * DIM**-0.5)[:, None]
+    return change * log_slope(raw.to(tl.float32), KIND)
+
+
+@triton.jit
+def _query_weights(x, z, shift, FEATURES: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr):
     """p: of each query over the features, up to a factor."""
-    if KIND == 0:
-        x = q + shift[None, :]
-        if DIM != WIDTH:
-            x = tl.where((tl.arange(0, WIDTH) < DIM)[None, :], x, HIDDEN)
+    if KIND <= 0:
+        x += shift[None, :]
+        if FEATURES != WIDTH:
+            x = tl.where((tl.arange(0, WIDTH) < FEATURES)[None, :], x, HIDDEN)
         return tl.exp(x - tl.max(x, 1)[:, None]) * z[None, :]
-    return features(q, KIND) * z[None, :]
+    return features(x, KIND) * z[None, :]
+
+
+@triton.jit
+def _key_features(x, keep, shift, KIND: tl.constexpr):
+    if KIND <= 0:
+        return tl.exp(tl.where(keep[:, None], x - shift[None, :], HIDDEN))
+    return tl.where(keep[:, None], features(x, KIND), 0.0)
 
 
 @triton.jit
@@ -64,6 +112,7 @@ def _state(
     k,
     v,
     mask,
+    projection,
     means,
     norms,
     shifts,
@@ -77,6 +126,8 @@ def _state(
     vh,
     vn,
     DIM: tl.constexpr,
+    INNER: tl.constexpr,
+    FEATURES: tl.constexpr,
     WIDTH: tl.constexpr,
     VDIM: tl.constexpr,
     VWIDTH: tl.constexpr,
@@ -85,20 +136,22 @@ def _state(
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Σ φ(k)vᵀ and Σ φ(k) over a share of the keys, φ = exp less its largest key."""
+    """Σ φ(k)vᵀ and Σ φ(k) over a share of the keys, exponentials less their largest key."""
     part, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     k += b * kb + h * kh
     v += b * vb + h * vh
     mask += b * count
     f = tl.arange(0, WIDTH)
     end = tl.minimum(count, (part + 1) * share)
+    rows = _projection(projection, FEATURES, WIDTH, DIM, INNER) if KIND == -1 else 0
     shift = tl.zeros((WIDTH,), tl.float32)
-    if KIND == 0:  # a second read is faster than to take the largest so far off, block by block
+    # A second read is faster than to take the largest so far off, block by block.
+    if KIND <= 0:
         highest = tl.full((BLOCK, WIDTH), HIDDEN, tl.float32)
         for start in tl.range(part * share, end, BLOCK):
             n = start + tl.arange(0, BLOCK)
             keep = kept(mask, n, end, MASKED)
-            x = load(k, kn, n, keep, DIM, WIDTH).to(tl.float32)
+            x = _lifted(load(k, kn, n, keep, DIM, INNER), rows, DIM, KIND, FULL)
             highest = tl.maximum(highest, tl.where(keep[:, None], x, HIDDEN))
         shift = tl.max(highest, 0)
     total = tl.zeros((WIDTH, VWIDTH), tl.float32)
@@ -106,17 +159,13 @@ def _state(
     for start in tl.range(part * share, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
         keep = kept(mask, n, end, MASKED)
-        x = load(k, kn, n, keep, DIM, WIDTH).to(tl.float32)
+        x = _lifted(load(k, kn, n, keep, DIM, INNER), rows, DIM, KIND, FULL)
         values = load(v, vn, n, keep, VDIM, VWIDTH)
-        if KIND == 0:
-            phi = tl.exp(tl.where(keep[:, None], x - shift[None, :], HIDDEN))
-        else:
-            phi = tl.where(keep[:, None], features(x, KIND), 0.0)
-        phi = rounded(phi, values)
+        phi = rounded(_key_features(x, keep, shift, KIND), values)
         norm += phi.to(tl.float32)
         total = dot(tl.trans(phi), values, total, FULL)
     at = (b * heads + h) * tl.num_programs(0) + part
-    norm = tl.where(f < DIM, tl.sum(norm, 0), 0.0)  # padding has no weight
+    norm = tl.where(f < FEATURES, tl.sum(norm, 0), 0.0)  # padding has no weight
     store_state(means, norms, at, total, norm, WIDTH, VWIDTH)
     tl.store(shifts + at * WIDTH + f, shift)
 
@@ -171,6 +220,7 @@ def _merge(
 @triton.jit
 def _output(
     q,
+    projection,
     plus,
     y,
     means,
@@ -189,6 +239,8 @@ def _output(
     yh,
     yn,
     DIM: tl.constexpr,
+    INNER: tl.constexpr,
+    FEATURES: tl.constexpr,
     WIDTH: tl.constexpr,
     VDIM: tl.constexpr,
     VWIDTH: tl.constexpr,
@@ -204,13 +256,14 @@ def _output(
     y += b * yb + h * yh
     u, z = load_state(means, norms, b * heads + h, WIDTH, VWIDTH)
     shift = tl.load(shifts + (b * heads + h) * WIDTH + tl.arange(0, WIDTH))
+    rows = _projection(projection, FEATURES, WIDTH, DIM, INNER) if KIND == -1 else 0
     u_high = u.to(tl.bfloat16)
     u_low = rest(u, u_high)
     end = tl.minimum(count, (part + 1) * share)
     for start in tl.range(part * share, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
-        x = load(q, qn, n, n < end, DIM, WIDTH).to(tl.float32)
-        weight = _query_weights(x, z, shift, DIM, WIDTH, KIND)
+        x = _lifted(load(q, qn, n, n < end, DIM, INNER), rows, DIM, KIND, FULL)
+        weight = _query_weights(x, z, shift, FEATURES, WIDTH, KIND)
         out = tl.zeros((BLOCK, VWIDTH), tl.float32)
         if y.dtype.element_ty == tl.bfloat16:
             weight = weight.to(tl.bfloat16)
@@ -226,6 +279,7 @@ def _output(
 @triton.jit
 def _query_gradients(
     q,
+    projection,
     g,
     dq,
     means,
@@ -246,6 +300,8 @@ def _query_gradients(
     dh,
     dn,
     DIM: tl.constexpr,
+    INNER: tl.constexpr,
+    FEATURES: tl.constexpr,
     WIDTH: tl.constexpr,
     VDIM: tl.constexpr,
     VWIDTH: tl.constexpr,
@@ -260,18 +316,23 @@ def _query_gradients(
     dq += b * db + h * dh
     u, z = load_state(means, norms, b * heads + h, WIDTH, VWIDTH)
     shift = tl.load(shifts + (b * heads + h) * WIDTH + tl.arange(0, WIDTH))
+    rows = _projection(projection, FEATURES, WIDTH, DIM, INNER) if KIND == -1 else 0
     du = tl.zeros((WIDTH, VWIDTH), tl.float32)
     d_log_z = tl.zeros((BLOCK, WIDTH), tl.float32)
     end = tl.minimum(count, (part + 1) * share)
     for start in tl.range(part * share, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
-        x = load(q, qn, n, n < end, DIM, WIDTH).to(tl.float32)
-        p = _query_weights(x, z, shift, DIM, WIDTH, KIND)
-        p *= _inverse(tl.sum(p, 1))[:, None]
+        raw = load(q, qn, n, n < end, DIM, INNER)
+        x = _lifted(raw, rows, DIM, KIND, FULL)
+        p = _query_weights(x, z, shift, FEATURES, WIDTH, KIND)
+        inverse = _inverse(tl.sum(p, 1))[:, None]
+        p *= inverse
         upstream = load(g, gn, n, n < end, VDIM, VWIDTH)
         t = dot(upstream, tl.trans(u), tl.zeros((BLOCK, WIDTH), tl.float32), FULL)
-        change = p * (t - tl.sum(p * t, 1)[:, None])
-        store(dq, dn, n, end, change * log_slope(x, KIND), DIM, WIDTH)
+        inner = t - tl.sum(p * t, 1)[:, None]
+        change = p * inner
+        d_raw = _lowered(change, inner, z[None, :] * inverse, raw, rows, DIM, KIND, FULL)
+        store(dq, dn, n, end, d_raw, DIM, INNER)
         d_log_z += change
         du = dot(tl.trans(p), upstream, du, FULL)
     at = (b * heads + h) * tl.num_programs(0) + part
@@ -283,6 +344,7 @@ def _key_gradients(
     k,
     v,
     mask,
+    projection,
     dk,
     dv,
     means,
@@ -306,6 +368,8 @@ def _key_gradients(
     dvh,
     dvn,
     DIM: tl.constexpr,
+    INNER: tl.constexpr,
+    FEATURES: tl.constexpr,
     WIDTH: tl.constexpr,
     VDIM: tl.constexpr,
     VWIDTH: tl.constexpr,
@@ -324,21 +388,21 @@ def _key_gradients(
     u, z = load_state(means, norms, b * heads + h, WIDTH, VWIDTH)
     shift = tl.load(shifts + (b * heads + h) * WIDTH + tl.arange(0, WIDTH))
     du, d_log_z = load_state(d_means, d_norms, b * heads + h, WIDTH, VWIDTH)
+    rows = _projection(projection, FEATURES, WIDTH, DIM, INNER) if KIND == -1 else 0
     constant = d_log_z - tl.sum(u * du, 1)
     inverse = tl.where(z == 0, 0.0, _inverse(z))
     end = tl.minimum(count, (part + 1) * share)
     for start in tl.range(part * share, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
         keep = kept(mask, n, end, MASKED)
-        x = load(k, kn, n, keep, DIM, WIDTH).to(tl.float32)
-        if KIND == 0:
-            a = tl.exp(tl.where(keep[:, None], x - shift[None, :], HIDDEN)) * inverse[None, :]
-        else:
-            a = tl.where(keep[:, None], features(x, KIND), 0.0) * inverse[None, :]
+        raw = load(k, kn, n, keep, DIM, INNER)
+        x = _lifted(raw, rows, DIM, KIND, FULL)
+        a = _key_features(x, keep, shift, KIND) * inverse[None, :]
         values = load(v, vn, n, keep, VDIM, VWIDTH)
         da = dot(values, tl.trans(du), tl.zeros((BLOCK, WIDTH), tl.float32), FULL)
-        change = a * (da + constant[None, :]) * log_slope(x, KIND)
-        store(dk, dkn, n, end, change, DIM, WIDTH)
+        inner = tl.where(keep[:, None], da + constant[None, :], 0.0)
+        d_raw = _lowered(a * inner, inner, inverse[None, :], raw, rows, DIM, KIND, FULL)
+        store(dk, dkn, n, end, d_raw, DIM, INNER)
         d_values = dot(a, du, tl.zeros((BLOCK, VWIDTH), tl.float32), FULL)
         store(dv, dvn, n, end, d_values, VDIM, VWIDTH)
 
@@ -356,26 +420,52 @@ def _merged(sums: Tensor, norms: Tensor, shifts: Tensor | None, constants: dict)
     return [x.squeeze(2) for x in ((means, z) if shifts is None else (means, z, shift))]
 
 
-def summed(k: Tensor, v: Tensor, mask: Tensor | None, constants: dict) -> list[Tensor]:
+def _constants(q: Tensor, v: Tensor, kind: int, projection: Tensor | None) -> dict:
+    of_all = sizes(q, v, kind)
+    features = of_all["DIM"] if projection is None else 2 * len(projection)
+    return {
+        **{"DIM": of_all.pop("DIM"), "INNER": of_all.pop("WIDTH")},
+        **{"FEATURES": features, "WIDTH": tile_width(features)},
+        **of_all,
+    }
+
+
+def _tile(usual: dict, projection: Tensor | None) -> dict:
+    return usual if projection is None else PROJECTED
+
+
+def _summed(
+    k: Tensor, v: Tensor, mask: Tensor | None, projection: Tensor | None, constants: dict
+) -> list[Tensor]:
     """(u, z, shift) of the keys."""
     batch, heads, n, _ = k.shape
-    parts, share = parts_of(n, batch * heads, STATE["BLOCK"], STATE_PROGRAMS)
+    tile = _tile(STATE, projection)
+    parts, share = parts_of(n, batch * heads, tile["BLOCK"], STATE_PROGRAMS)
     sums, norms = buffers(k, parts, constants)
     shifts = torch.empty_like(norms)
-    tensors = k, v, k if mask is None else mask, sums, norms, shifts
+    tensors = k, v, k if mask is None else mask, k if projection is None else projection
     numbers = heads, n, share, *strides(k, v)
-    options = {**constants, "MASKED": mask is not None, **STATE}
-    launch(_state, (parts, heads, batch), *tensors, *numbers, **options)
+    options = {**constants, "MASKED": mask is not None, **tile}
+    launch(_state, (parts, heads, batch), *tensors, sums, norms, shifts, *numbers, **options)
     return _merged(sums, norms, shifts, constants)
 
 
-def spread(q: Tensor, plus: Tensor | None, y: Tensor, state: list[Tensor], constants: dict) -> None:
+def _spread(
+    q: Tensor,
+    plus: Tensor | None,
+    y: Tensor,
+    projection: Tensor | None,
+    state: list[Tensor],
+    constants: dict,
+) -> None:
     batch, heads, m, _ = q.shape
-    parts, share = parts_of(m, batch * heads, OUTPUT["BLOCK"], OUTPUT_PROGRAMS)
+    tile = _tile(OUTPUT, projection)
+    parts, share = parts_of(m, batch * heads, tile["BLOCK"], OUTPUT_PROGRAMS)
     added = y if plus is None else plus
+    tensors = q, q if projection is None else projection, added, y
     numbers = heads, m, share, *strides(q, added, y)
-    options = {**constants, "PLUS": plus is not None, **OUTPUT}
-    launch(_output, (parts, heads, batch), q, added, y, *state, *numbers, **options)
+    options = {**constants, "PLUS": plus is not None, **tile}
+    launch(_output, (parts, heads, batch), *tensors, *state, *numbers, **options)
 
 
 def forward(
@@ -386,11 +476,12 @@ def forward(
     plus: Tensor | None,
     y: Tensor,
     kind: int,
+    projection: Tensor | None,
 ) -> list[Tensor]:
     """Fill y; returns (u, z, shift) of the keys, which the gradients need."""
-    constants = sizes(q, v, kind)
-    state = summed(k, v, mask, constants)
-    spread(q, plus, y, state, constants)
+    constants = _constants(q, v, kind, projection)
+    state = _summed(k, v, mask, projection, constants)
+    _spread(q, plus, y, projection, state, constants)
     return state
 
 
@@ -405,19 +496,20 @@ def backward(
     dk: Tensor,
     dv: Tensor,
     kind: int,
+    projection: Tensor | None,
 ) -> None:
     """Fill dq, dk and dv."""
     (batch, heads, n, _), m = k.shape, q.shape[2]
-    constants = sizes(q, v, kind)
-    parts, share = parts_of(m, batch * heads, GRADIENTS["BLOCK"], GRADIENT_PROGRAMS)
+    constants, tile = _constants(q, v, kind, projection), _tile(GRADIENTS, projection)
+    parts, share = parts_of(m, batch * heads, tile["BLOCK"], GRADIENT_PROGRAMS)
     d_sums, d_norms = buffers(q, parts, constants)
-    tensors = q, g, dq, *state, d_sums, d_norms
+    rows = k if projection is None else projection
+    tensors = q, rows, g, dq, *state, d_sums, d_norms
     numbers = heads, m, share, *strides(q, g, dq)
-    options = {**constants, **GRADIENTS}
-    launch(_query_gradients, (parts, heads, batch), *tensors, *numbers, **options)
+    launch(_query_gradients, (parts, heads, batch), *tensors, *numbers, **constants, **tile)
     d_state = _merged(d_sums, d_norms, None, constants)
-    parts, share = parts_of(n, batch * heads, GRADIENTS["BLOCK"], GRADIENT_PROGRAMS)
-    tensors = k, v, k if mask is None else mask, dk, dv, *state, *d_state
+    parts, share = parts_of(n, batch * heads, tile["BLOCK"], GRADIENT_PROGRAMS)
+    tensors = k, v, k if mask is None else mask, rows, dk, dv, *state, *d_state
     numbers = heads, n, share, *strides(k, v, dk, dv)
-    options = {**constants, "MASKED": mask is not None, **GRADIENTS}
+    options = {**constants, "MASKED": mask is not None, **tile}
     launch(_key_gradients, (parts, heads, batch), *tensors, *numbers, **options)

@@ -124,9 +124,12 @@ def _toeplitz_backward(
     return dw, result
 
 
-def _attention_state(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> list[Tensor]:
+def _attention_state(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, projection: Tensor | None
+) -> list[Tensor]:
     """Room for what the gradients of linear attention need."""
-    rows = *k.shape[:2], tile_width(k.shape[3])
+    features = k.shape[3] if projection is None else 2 * len(projection)
+    rows = *k.shape[:2], tile_width(features)
     shapes = [q.shape[:3]] if causal else [(*rows, tile_width(v.shape[3])), rows, rows]
     return [k.new_empty(x, dtype=torch.float32) for x in shapes]
 
@@ -138,21 +141,25 @@ def _attention(
     v: Tensor,
     mask: Tensor | None,
     plus: Tensor | None,
+    projection: Tensor | None,
     kind: int,
     causal: bool,
     inside: bool,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Attention + plus, and what its gradients need."""
+    """Attention + plus, and what its gradients need; `projection` is that of FAVOR+."""
     from fastrpb.kernels import causal as causal_attention  # noqa: PLC0415
     from fastrpb.kernels import linear  # noqa: PLC0415
 
     y = _like(v, q.shape[2], inside)
     if not len(q):
-        return y, _attention_state(q, k, v, causal)
+        return y, _attention_state(q, k, v, causal, projection)
     mask = None if mask is None else mask.contiguous()
     plus = None if plus is None else _rows(plus)
-    form = causal_attention if causal else linear
-    return y, form.forward(_rows(q), _rows(k), _rows(v), mask, plus, y, kind)
+    q, k, v = (_rows(x) for x in (q, k, v))
+    if causal:
+        return y, causal_attention.forward(q, k, v, mask, plus, y, kind)
+    projection = None if projection is None else projection.contiguous()
+    return y, linear.forward(q, k, v, mask, plus, y, kind, projection)
 
 
 @torch.library.custom_op("fastrpb::linear_attention_triton_backward", mutates_args=())
@@ -162,6 +169,7 @@ def _attention_backward(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    projection: Tensor | None,
     state: list[Tensor],
     kind: int,
     causal: bool,
@@ -175,8 +183,11 @@ def _attention_backward(
         return dq, dk, dv
     mask = None if mask is None else mask.contiguous()
     g, q, k, v = (_rows(x) for x in (g, q, k, v))
-    form = causal_attention if causal else linear
-    form.backward(g, q, k, v, mask, state, dq, dk, dv, kind)
+    if causal:
+        causal_attention.backward(g, q, k, v, mask, state, dq, dk, dv, kind)
+    else:
+        projection = None if projection is None else projection.contiguous()
+        linear.backward(g, q, k, v, mask, state, dq, dk, dv, kind, projection)
     return dq, dk, dv
 
 
@@ -208,12 +219,12 @@ def _(g, w, v, first, prefix, line, inside):
 
 
 @_attention.register_fake
-def _(q, k, v, mask, plus, kind, causal, inside):
-    return _like(v, q.shape[2], inside), _attention_state(q, k, v, causal)
+def _(q, k, v, mask, plus, projection, kind, causal, inside):
+    return _like(v, q.shape[2], inside), _attention_state(q, k, v, causal, projection)
 
 
 @_attention_backward.register_fake
-def _(g, q, k, v, mask, state, kind, causal, inside):
+def _(g, q, k, v, mask, projection, state, kind, causal, inside):
     return tuple(_like(x, x.shape[2], inside) for x in (q, k, v))
 
 
