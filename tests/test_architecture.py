@@ -14,6 +14,7 @@ CORE = [
     "processes",
     "init",
     "kernels",
+    "dropout",
     "toeplitz",
     "bias",
     "bias2d",

@@ -21,6 +21,7 @@ from fastrpb import init
 from fastrpb.bias import FastRPB
 from fastrpb.bias2d import FastRPB2d
 from fastrpb.checks import check_mask, check_tensor
+from fastrpb.dropout import Dropout
 from fastrpb.features import DPFP, FavorPlus, Phi, elu1, relu, sikf
 from fastrpb.files import read_tensors, write_tensors
 from fastrpb.layers import LinearAttention, SelfAttention, SoftmaxAttention, Stream
@@ -60,10 +61,10 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(
             nn.Linear(config.dim, config.mlp),
             nn.GELU(),
-            nn.Dropout(config.dropout),
+            Dropout(config.dropout),
             nn.Linear(config.mlp, config.dim),
         )
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(
         self,
@@ -90,7 +91,7 @@ class Encoder(nn.Module):
         reset_embedding(self.embedding, config)
         self.cls = nn.Parameter(torch.zeros(config.dim)) if _prefix(config) else None
         self.positions = _absolute(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.dim)
         # By these two names Transformers switches it on and off.

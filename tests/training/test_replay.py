@@ -3,9 +3,9 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from fastrpb.config import override
+from fastrpb.dropout import Dropout
 from fastrpb.evaluate import build, classify
 from fastrpb.presets import preset, with_row
 from fastrpb.replay import Replayed, own_stream
@@ -34,10 +34,14 @@ def test_a_shape_runs_then_is_recorded_then_replayed():
     assert calls == [2, 5, 2, 5]
 
 
-def test_random_numbers_follow_the_seed():
-    ones = torch.ones(1000, device=DEVICE)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_random_numbers_follow_the_seed(compiled):
+    ones, drop = torch.ones(1000, device=DEVICE), Dropout(0.5)
+    if compiled:
+        torch.compiler.reset()
+        drop.compile(fullgraph=True)
     with own_stream(DEVICE):
-        replayed = Replayed(lambda x: nn.functional.dropout(x, 0.5))
+        replayed = Replayed(drop)
         draws = []
         for seed in (1, 2, 1, 3, 2):
             torch.manual_seed(seed)

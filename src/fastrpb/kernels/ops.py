@@ -22,6 +22,7 @@ MOST_PIXELS = 2500  # above, the hierarchical product over padded rows is faster
 
 PACKED_BELOW = 16  # channels a head, to make the batch columns
 WIDEST_LINE = 64  # pixels, so that tiles hold whole rows
+SIDES = 2**16  # of a coin: it shows 16 bits
 HALF = (torch.float16, torch.bfloat16)
 INSTALLED = importlib.util.find_spec("triton") is not None
 
@@ -208,6 +209,13 @@ def _image_spread(sums: Tensor, height: int, width: int, dtype: torch.dtype) -> 
     return y
 
 
+@torch.library.custom_op("fastrpb::coins_triton", mutates_args=())
+def _coins(seed: Tensor, size: list[int], dropped: int) -> Tensor:
+    from fastrpb.kernels import coins  # noqa: PLC0415
+
+    return coins.coins(seed, size, dropped)
+
+
 @_toeplitz.register_fake
 def _(w, v, first, out_length, prefix, line, inside):
     return _like(v, prefix + out_length, inside)
@@ -238,6 +246,11 @@ def _(v: Tensor, height: int, width: int) -> Tensor:
 def _(sums: Tensor, height: int, width: int, dtype: torch.dtype) -> Tensor:
     _, batch, heads, _, dim = sums.shape
     return sums.new_empty(batch, heads, height * width, dim, dtype=dtype)
+
+
+@_coins.register_fake
+def _(seed: Tensor, size: list[int], dropped: int) -> Tensor:
+    return seed.new_empty(size, dtype=torch.bool)
 
 
 class ImageSums(torch.autograd.Function):
