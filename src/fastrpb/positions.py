@@ -246,7 +246,7 @@ class ConvSPE(_SPE):
     def codes(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         # A filter is Toeplitz; in windows of a few kernels most of its zeros are left out. Exported
         # for a range of lengths, their number would not be known.
-        whole = torch.compiler.is_exporting() or length <= 2 * self.kernel_size
+        whole = _exporting() or length <= 2 * self.kernel_size
         window = length if whole else 2 * self.kernel_size
         count = 1 if whole else -(-length // window)
         size = window + self.kernel_size - 1
@@ -374,6 +374,11 @@ def _distance(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
 
 
+def _exporting() -> bool:
+    # torch.compiler.is_exporting() is True in what torch 2.11 compiles, too.
+    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+
+
 def _by_place(x: Tensor, table: Tensor, columns: int) -> Tensor:
     """x_n·table[N-1 + m-n] for x (..., rows, dim), a table (2N-1, dim), m < columns.
 
@@ -383,7 +388,7 @@ def _by_place(x: Tensor, table: Tensor, columns: int) -> Tensor:
     rows, middle = x.shape[-2], len(table) // 2
     width = -(-len(table) // 8) * 8  # tensor cores want rows of 16 bytes
     y = x @ nn.functional.pad(table, (0, 0, 0, width - len(table))).mT
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+    if torch.compiler.is_dynamo_compiling():
         # Compiled, the copies below would divide for the place of every element.
         y = y.contiguous()
         shape, strides = (*y.shape[:-1], columns), (*y.stride()[:-2], width - 1, 1)

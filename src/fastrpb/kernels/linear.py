@@ -52,22 +52,20 @@ STATE_PROGRAMS, OUTPUT_PROGRAMS, GRADIENT_PROGRAMS = 528, 2112, 1056  # fill a l
 def _projection(
     rows, FEATURES: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, INNER: tl.constexpr
 ):
-    """(WIDTH, INNER): those of R·dim^(-1/4) and their negatives, FEATURES in all, then zeros."""
-    f, d = tl.arange(0, WIDTH)[:, None], tl.arange(0, INNER)[None, :]
-    negative = f >= FEATURES // 2
-    row = tl.where(negative, f - FEATURES // 2, f)
-    x = tl.load(rows + row * DIM + d, mask=(f < FEATURES) & (d < DIM), other=0.0)
-    return tl.where(negative, -x, x).to(tl.float32) * DIM**-0.25
+    """R·dim^(-1/4), a row for two features, and zeros beyond them: (WIDTH/2, INNER)."""
+    f, d = tl.arange(0, WIDTH // 2)[:, None], tl.arange(0, INNER)[None, :]
+    x = tl.load(rows + f * DIM + d, mask=(f < FEATURES // 2) & (d < DIM), other=0.0)
+    return x.to(tl.float32) * DIM**-0.25
 
 
 @triton.jit
 def _lifted(raw, rows, DIM: tl.constexpr, KIND: tl.constexpr, FULL: tl.constexpr):
-    """x, of which the features are made: raw·rowsᵀ - |raw|²/(2√dim) for FAVOR+, else raw."""
+    """x, of which the features are made: raw, or ±raw·rowsᵀ - |raw|²/(2√dim) for FAVOR+."""
     x = raw.to(tl.float32)
     if KIND == -1:
         square = tl.sum(x * x, 1) * (DIM**-0.5 / 2)
-        x = dot(raw, tl.trans(rows), tl.zeros((raw.shape[0], rows.shape[0]), tl.float32), FULL)
-        x -= square[:, None]
+        y = dot(raw, tl.trans(rows), tl.zeros((raw.shape[0], rows.shape[0]), tl.float32), FULL)
+        x = tl.interleave(y, -y) - square[:, None]
     return x
 
 
@@ -76,12 +74,16 @@ def _lowered(
     change, inner, factor, raw, rows, DIM: tl.constexpr, KIND: tl.constexpr, FULL: tl.constexpr
 ):
     """The gradient of raw, given d log φ = weight·inner and weight = φ·factor."""
+    x = raw.to(tl.float32)
     if KIND == 3:
-        return inner * factor
-    if KIND == -1:
-        y = dot(change, rows, tl.zeros(raw.shape, tl.float32), FULL)
-        return y - raw.to(tl.float32) * (tl.sum(change, 1) * DIM**-0.5)[:, None]
-    return change * log_slope(raw.to(tl.float32), KIND)
+        gradient = inner * factor
+    elif KIND == -1:
+        plus, minus = tl.split(tl.reshape(change, (raw.shape[0], rows.shape[0], 2)))
+        gradient = dot(plus - minus, rows, tl.zeros(raw.shape, tl.float32), FULL)
+        gradient -= x * (tl.sum(change, 1) * DIM**-0.5)[:, None]
+    else:
+        gradient = change * log_slope(x, KIND)
+    return gradient
 
 
 @triton.jit
