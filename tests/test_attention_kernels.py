@@ -60,7 +60,7 @@ def test_linear_attention(phi, dtype, masked):
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("features", [50, 128])
+@pytest.mark.parametrize("features", [50, 160])
 def test_favor_plus(dtype, masked, features):
     phi = FavorPlus(20, features).to(DEVICE)
     q, k, v = (3 * rand(2, 2, m, d, dtype=dtype) for m, d in ((70, 20), (150, 20), (150, 24)))

@@ -34,10 +34,9 @@ from fastrpb.kernels.autograd import apply
 AttentionImpl = Literal["auto", "torch", "triton"]
 
 # The maps that the kernels know, by number.
-_KINDS = {FavorPlus: -1, SIKF: 0, ELU1: 1, ReLU: 2, DPFP: 3}
+_KINDS = {SIKF: 0, ELU1: 1, ReLU: 2, DPFP: 3, FavorPlus: 4}
 _CAUSAL_KINDS = (0, 1, 2)
 _FUSED_DIM, _FUSED_DIM_FLOAT32 = 128, 64  # the most channels that fit into shared memory
-_PROJECTED_DIM, _PROJECTED_FEATURES = 64, 256  # the most of FAVOR+
 
 
 def softmax_attention(
@@ -131,9 +130,8 @@ def linear_attention(
         plus: of the shape and dtype of the result, to be added to it, such as the W·V of
             `FastRPB`; what is fused saves a read and a write that way.
         impl: "triton" fuses it all on a GPU, for `sikf`, `elu1` and `relu` up to 128 channels (64
-            in float32); not causal also for `DPFP` up to as many features (no float16) and for
-            `FavorPlus` up to 64 channels and 256 features. "torch" computes anything anywhere;
-            "auto" fuses what it can.
+            in float32), and where not causal for `FavorPlus` and, up to as many features and not in
+            float16, `DPFP`. "torch" computes anything anywhere; "auto" fuses what it can.
 
     The causal form works in chunks: within one by the quadratic definition, across them by the
     sums so far, one a chunk.
@@ -188,8 +186,7 @@ def _fits(phi: Phi, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     kind, dim, v_dim = _KINDS.get(type(phi)), q.shape[-1], v.shape[-1]
     most = _FUSED_DIM if v.dtype in ops.HALF else _FUSED_DIM_FLOAT32
     if isinstance(phi, FavorPlus):
-        most, trained = _PROJECTED_DIM, phi.projection.requires_grad
-        fits = dim == phi.dim and 2 * phi.num_features <= _PROJECTED_FEATURES and not trained
+        fits = dim == phi.dim and not phi.projection.requires_grad
     elif isinstance(phi, DPFP):  # products of two may leave the range of float16
         fits = phi.nu < 2 * dim and 2 * dim * phi.nu <= most and v.dtype != torch.float16
     else:
@@ -216,9 +213,8 @@ def _use_triton(impl: str, phi: Phi, q: Tensor, k: Tensor, v: Tensor, causal: bo
     if not fits:
         most = _FUSED_DIM if v.dtype in ops.HALF else _FUSED_DIM_FLOAT32
         raise ValueError(
-            f"impl='triton' is for sikf, elu1 or relu up to {most} channels, and not causal for "
-            f"DPFP up to {most} features or FavorPlus up to {_PROJECTED_DIM} channels and "
-            f"{_PROJECTED_FEATURES} features, no float64 and no DPFP in float16; got "
+            f"impl='triton' is for sikf, elu1, relu and FavorPlus up to {most} channels, for DPFP "
+            f"up to {most} features and not in float16, the last two not causal, no float64; got "
             f"{'causal ' if causal else ''}{type(phi).__name__}, {q.shape[-1]} and {v.shape[-1]} "
             f"channels, {v.dtype}; use impl='auto'"
         )
@@ -245,7 +241,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved = *ctx.saved_tensors, *(8 - len(ctx.saved_tensors)) * [None]
+        saved = *ctx.saved_tensors, *(9 - len(ctx.saved_tensors)) * [None]
         gradients = [None] * 3
         if any(ctx.needs_input_grad[:3]):
             gradients = apply(_FusedGradients, g, *saved, ctx.kind, ctx.causal)
@@ -260,8 +256,8 @@ class _FusedGradients(torch.autograd.Function):
     """(dq, dk, dv) of ⟨g, attention⟩, given the state that the forward left."""
 
     @staticmethod
-    def forward(g, q, k, v, mask, projection, first, second, third, kind, causal):
-        state = [x for x in (first, second, third) if x is not None]  # one if causal
+    def forward(g, q, k, v, mask, projection, first, second, third, fourth, kind, causal):
+        state = [x for x in (first, second, third, fourth) if x is not None]  # one if causal
         return torch.ops.fastrpb.linear_attention_triton_backward(
             g, q, k, v, mask, projection, state, kind, causal, ops.heads_inside(v)
         )
@@ -284,7 +280,7 @@ class _FusedGradients(torch.autograd.Function):
             return torch.func.vjp(attention, q, k, v)[1](g)
 
         second = torch.func.vjp(gradients, *tensors)[1](upstream)
-        return *second, *7 * [None]
+        return *second, *8 * [None]
 
     @staticmethod
     def vmap(info, in_dims, *inputs):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -137,13 +137,13 @@ class SelfAttention(nn.Module):
         plus = None
         if cls_alone:
             queries = queries[:, :, :1]
-            if self.bias is not None and self.training:
-                # CLS gets none, but DDP wants a gradient of every weight.
-                queries = queries + 0 * self.bias.w.flatten()[0]
         elif self.bias is not None:
             plus = merge_heads(self.bias(split_heads(v, self.bias.num_heads), mask))
             plus = split_heads(plus, self.heads)
-        return self._project(merge_heads(self.attend(queries, keys, values, mask, plus)))
+        y = self._project(merge_heads(self.attend(queries, keys, values, mask, plus)))
+        if cls_alone and self.bias is not None and self.training:
+            y = y + 0 * self.bias.w.flatten()[0]  # CLS gets none, but DDP wants all gradients
+        return y
 
     def _project(self, y: Tensor) -> Tensor:
         return self.out(self.activation(y))

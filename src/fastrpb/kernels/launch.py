@@ -49,3 +49,11 @@ def power_of_2(n: int) -> int:
 def tile_width(n: int) -> int:
     """Columns of a tile that holds n: a power of 2, of which tensor cores take 16 at the least."""
     return max(16, power_of_2(n))
+
+
+FAVOR_ROWS = 32  # of a projection that a program of FAVOR+ takes at a time
+
+
+def favor_features(rows: int) -> int:
+    """How many the kernels of FAVOR+ hold for so many rows: two each, and those that pad."""
+    return 2 * ceil_div(rows, FAVOR_ROWS) * FAVOR_ROWS

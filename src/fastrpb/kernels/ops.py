@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastrpb.kernels.autograd import apply
-from fastrpb.kernels.launch import tile_width
+from fastrpb.kernels.launch import favor_features, tile_width
 
 # Measured on an NVIDIA H200, with torch 2.11 and Triton 3.6. In distances of a head:
 CROSSOVER = 5000  # above, the hierarchical product is faster than the direct one
@@ -129,9 +129,13 @@ def _attention_state(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, projection: Tensor | None
 ) -> list[Tensor]:
     """Room for what the gradients of linear attention need."""
-    features = k.shape[3] if projection is None else 2 * len(projection)
-    rows = *k.shape[:2], tile_width(features)
-    shapes = [q.shape[:3]] if causal else [(*rows, tile_width(v.shape[3])), rows, rows]
+    if causal:
+        shapes = [q.shape[:3]]
+    else:
+        features = tile_width(k.shape[3]) if projection is None else favor_features(len(projection))
+        rows = *k.shape[:2], features
+        shapes = [(*rows, tile_width(v.shape[3])), rows, rows]
+        shapes += [] if projection is None else [q.shape[:3]]
     return [k.new_empty(x, dtype=torch.float32) for x in shapes]
 
 
@@ -149,7 +153,7 @@ def _attention(
 ) -> tuple[Tensor, list[Tensor]]:
     """Attention + plus, and what its gradients need; `projection` is that of FAVOR+."""
     from fastrpb.kernels import causal as causal_attention  # noqa: PLC0415
-    from fastrpb.kernels import linear  # noqa: PLC0415
+    from fastrpb.kernels import favor, linear  # noqa: PLC0415
 
     y = _like(v, q.shape[2], inside)
     if not len(q):
@@ -157,10 +161,10 @@ def _attention(
     mask = None if mask is None else mask.contiguous()
     plus = None if plus is None else _rows(plus)
     q, k, v = (_rows(x) for x in (q, k, v))
-    if causal:
-        return y, causal_attention.forward(q, k, v, mask, plus, y, kind)
-    projection = None if projection is None else projection.contiguous()
-    return y, linear.forward(q, k, v, mask, plus, y, kind, projection)
+    if projection is not None:
+        return y, favor.forward(q, k, v, mask, plus, y, projection.contiguous())
+    form = causal_attention if causal else linear
+    return y, form.forward(q, k, v, mask, plus, y, kind)
 
 
 @torch.library.custom_op("fastrpb::linear_attention_triton_backward", mutates_args=())
@@ -177,18 +181,18 @@ def _attention_backward(
     inside: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from fastrpb.kernels import causal as causal_attention  # noqa: PLC0415
-    from fastrpb.kernels import linear  # noqa: PLC0415
+    from fastrpb.kernels import favor, linear  # noqa: PLC0415
 
     dq, dk, dv = (_like(x, x.shape[2], inside) for x in (q, k, v))
     if not len(q):
         return dq, dk, dv
     mask = None if mask is None else mask.contiguous()
     g, q, k, v = (_rows(x) for x in (g, q, k, v))
-    if causal:
-        causal_attention.backward(g, q, k, v, mask, state, dq, dk, dv, kind)
+    if projection is not None:
+        favor.backward(g, q, k, v, mask, state, dq, dk, dv, projection.contiguous())
     else:
-        projection = None if projection is None else projection.contiguous()
-        linear.backward(g, q, k, v, mask, state, dq, dk, dv, kind, projection)
+        form = causal_attention if causal else linear
+        form.backward(g, q, k, v, mask, state, dq, dk, dv, kind)
     return dq, dk, dv
 
 

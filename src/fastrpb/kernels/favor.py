@@ -1,0 +1,548 @@
+"""Bidirectional linear attention with FAVOR+ features: two softmax attentions, nothing stored.
+
+The features of x are exp(±x·r - |x|²/2) for the rows r of a projection, x and r scaled by
+dim^(-1/4). Normalised as in `linear`, with f for a row and a sign, x·f for ±x·r:
+
+    a_mf = exp(k_m·f - |k_m|²/2 - c_f),  c_f = log Σ_m exp(k_m·f - |k_m|²/2),  u_f = Σ_m a_mf v_m,
+    p_nf = exp(q_n·f + c_f - s_n),        s_n = log Σ_f exp(q_n·f + c_f),        y_n = Σ_f p_nf u_f:
+
+features attend to the keys, then queries to the features; |q|² cancels. Each takes its largest
+logarithm off as it goes. There are many features, so that programs take SOME rows of the projection
+at a time, for both signs, and compute features anew rather than store them. Backward, with g the
+gradient of y: t = g·uᵀ, e_n = Σ_f p·t, d log p = p(t - e), dq = Σ_f d log p·f, du = pᵀ·g,
+dc = Σ_n d log p; then d log a = a(v·duᵀ + dc - u·du), dv = a·du and
+dk = Σ_f d log a·f - k·Σ_f d log a.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastrpb.kernels.launch import FAVOR_ROWS, ceil_div, favor_features, launch, tile_width
+from fastrpb.kernels.linear import merged
+from fastrpb.kernels.tiles import (
+    HIDDEN,
+    buffers,
+    dot,
+    kept,
+    load,
+    parts_of,
+    rounded,
+    store,
+    strides,
+)
+
+TILE = {"BLOCK": 64, "SOME": FAVOR_ROWS, "num_warps": 4, "num_stages": 2}
+PROGRAMS = 1056  # fill a large GPU
+
+
+@triton.jit
+def _rows(projection, j, COUNT: tl.constexpr, DIM: tl.constexpr, INNER: tl.constexpr):
+    """Rows j of R·dim^(-1/4) by the scale of x as well: (SOME, INNER), zeros beyond."""
+    d = tl.arange(0, INNER)[None, :]
+    inside = (j < COUNT)[:, None] & (d < DIM)
+    return tl.load(projection + j[:, None] * DIM + d, mask=inside, other=0.0) * DIM**-0.25
+
+
+@triton.jit
+def _half_square(x, DIM: tl.constexpr):
+    wide = x.to(tl.float32)
+    return tl.sum(wide * wide, 1) * (DIM**-0.5 / 2)
+
+
+@triton.jit
+def _level(norms, shifts, at, there):
+    """c: of features that no key has, and of those that pad, below all others."""
+    z = tl.load(norms + at, mask=there, other=0.0)
+    shift = tl.load(shifts + at, mask=there, other=0.0)
+    return tl.where(z > 0, shift + tl.log(tl.where(z > 0, z, 1.0)), HIDDEN)
+
+
+@triton.jit
+def _values(means, at, VWIDTH: tl.constexpr):
+    """Rows of u or du: (SOME, VWIDTH)."""
+    return tl.load(means + at[:, None] * VWIDTH + tl.arange(0, VWIDTH)[None, :])
+
+
+@triton.jit
+def _add_keys(logs, keep, values, top, norm, total, FULL: tl.constexpr):
+    """Go on with some keys: the largest logarithm, Σ φ and Σ φ·v of each feature."""
+    logs = tl.where(keep[:, None], logs, HIDDEN)
+    highest = tl.maximum(top, tl.max(logs, 0))
+    phi = tl.where(keep[:, None], tl.exp(logs - highest[None, :]), 0.0)
+    phi = rounded(phi, values)
+    decay = tl.exp(top - highest)
+    norm = norm * decay + tl.sum(phi.to(tl.float32), 0)
+    return highest, norm, dot(tl.trans(phi), values, total * decay[:, None], FULL)
+
+
+@triton.jit
+def _keys(
+    k,
+    v,
+    mask,
+    projection,
+    sums,
+    norms,
+    shifts,
+    heads,
+    count,
+    share,
+    kb,
+    kh,
+    kn,
+    vb,
+    vh,
+    vn,
+    DIM: tl.constexpr,
+    INNER: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    VDIM: tl.constexpr,
+    VWIDTH: tl.constexpr,
+    FULL: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SOME: tl.constexpr,
+):
+    """Σ φ(k)vᵀ, Σ φ(k) and what is taken off, of some features over a share of the keys."""
+    part, some = tl.program_id(0) // (ROWS // SOME), tl.program_id(0) % (ROWS // SOME)
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    k += b * kb + h * kh
+    v += b * vb + h * vh
+    mask += b * count
+    j = some * SOME + tl.arange(0, SOME)
+    rows = _rows(projection, j, COUNT, DIM, INNER)
+    top = tl.full((SOME,), HIDDEN, tl.float32)
+    norm = tl.zeros((SOME,), tl.float32)
+    total = tl.zeros((SOME, VWIDTH), tl.float32)
+    top2, norm2, total2 = top, norm, total  # of the negative ones
+    end = tl.minimum(count, (part + 1) * share)
+    for start in tl.range(part * share, end, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        keep = kept(mask, n, end, MASKED)
+        x = load(k, kn, n, keep, DIM, INNER)
+        values = load(v, vn, n, keep, VDIM, VWIDTH)
+        along = dot(x, tl.trans(rows), tl.zeros((BLOCK, SOME), tl.float32), FULL)
+        half = _half_square(x, DIM)[:, None]
+        top, norm, total = _add_keys(along - half, keep, values, top, norm, total, FULL)
+        top2, norm2, total2 = _add_keys(-along - half, keep, values, top2, norm2, total2, FULL)
+    parts = tl.num_programs(0) // (ROWS // SOME)
+    at = ((b * heads + h) * parts + part) * 2 * ROWS + j
+    column = tl.arange(0, VWIDTH)[None, :]
+    real = j < COUNT  # what pads has no weight
+    tl.store(sums + at[:, None] * VWIDTH + column, total)
+    tl.store(sums + (at + ROWS)[:, None] * VWIDTH + column, total2)
+    tl.store(norms + at, tl.where(real, norm, 0.0))
+    tl.store(norms + at + ROWS, tl.where(real, norm2, 0.0))
+    tl.store(shifts + at, top)
+    tl.store(shifts + at + ROWS, top2)
+
+
+@triton.jit
+def _add_features(logs, u, top, norm, out, FULL: tl.constexpr, ROUND: tl.constexpr):
+    """Go on with some features: the largest logarithm, Σ p and Σ p·u of each query."""
+    highest = tl.maximum(top, tl.max(logs, 1))
+    p = tl.exp(logs - highest[:, None])
+    if ROUND:
+        p = p.to(tl.bfloat16)
+    decay = tl.exp(top - highest)
+    norm = norm * decay + tl.sum(p.to(tl.float32), 1)
+    return highest, norm, dot(p, u, out * decay[:, None], FULL)
+
+
+@triton.jit
+def _queries(
+    q,
+    projection,
+    plus,
+    y,
+    means,
+    norms,
+    shifts,
+    levels,
+    heads,
+    count,
+    qb,
+    qh,
+    qn,
+    pb,
+    ph,
+    pn,
+    yb,
+    yh,
+    yn,
+    DIM: tl.constexpr,
+    INNER: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    VDIM: tl.constexpr,
+    VWIDTH: tl.constexpr,
+    FULL: tl.constexpr,
+    PLUS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SOME: tl.constexpr,
+):
+    """y = p·u + plus, and s."""
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    line = b * heads + h
+    x = load(q + b * qb + h * qh, qn, n, n < count, DIM, INNER)
+    ROUND: tl.constexpr = y.dtype.element_ty == tl.bfloat16
+    top = tl.full((BLOCK,), HIDDEN, tl.float32)
+    norm = tl.zeros((BLOCK,), tl.float32)
+    out = tl.zeros((BLOCK, VWIDTH), tl.float32)
+    for first in tl.range(0, ROWS, SOME):
+        j = first + tl.arange(0, SOME)
+        rows = _rows(projection, j, COUNT, DIM, INNER)
+        along = dot(x, tl.trans(rows), tl.zeros((BLOCK, SOME), tl.float32), FULL)
+        at = line * 2 * ROWS + j
+        logs = along + _level(norms, shifts, at, j < COUNT)[None, :]
+        u = _values(means, at, VWIDTH)
+        top, norm, out = _add_features(logs, u, top, norm, out, FULL, ROUND)
+        logs = _level(norms, shifts, at + ROWS, j < COUNT)[None, :] - along
+        u = _values(means, at + ROWS, VWIDTH)
+        top, norm, out = _add_features(logs, u, top, norm, out, FULL, ROUND)
+    out /= norm[:, None]
+    if PLUS:
+        out += load(plus + b * pb + h * ph, pn, n, n < count, VDIM, VWIDTH).to(tl.float32)
+    store(y + b * yb + h * yh, yn, n, count, out, VDIM, VWIDTH)
+    tl.store(levels + line * count + n, top + tl.log(norm), mask=n < count)
+
+
+@triton.jit
+def _query_gradients(
+    q,
+    projection,
+    g,
+    dq,
+    means,
+    norms,
+    shifts,
+    levels,
+    inner,
+    heads,
+    count,
+    qb,
+    qh,
+    qn,
+    gb,
+    gh,
+    gn,
+    db,
+    dh,
+    dn,
+    DIM: tl.constexpr,
+    INNER: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    VDIM: tl.constexpr,
+    VWIDTH: tl.constexpr,
+    FULL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SOME: tl.constexpr,
+):
+    """dq and e, which takes a first round over the features."""
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    line = b * heads + h
+    x = load(q + b * qb + h * qh, qn, n, n < count, DIM, INNER)
+    upstream = load(g + b * gb + h * gh, gn, n, n < count, VDIM, VWIDTH)
+    level = tl.load(levels + line * count + n, mask=n < count, other=-HIDDEN)[:, None]
+    e = tl.zeros((BLOCK,), tl.float32)
+    nothing = tl.zeros((BLOCK, SOME), tl.float32)
+    for first in tl.range(0, ROWS, SOME):
+        j = first + tl.arange(0, SOME)
+        rows = _rows(projection, j, COUNT, DIM, INNER)
+        along = dot(x, tl.trans(rows), nothing, FULL)
+        at = line * 2 * ROWS + j
+        p = tl.exp(along + _level(norms, shifts, at, j < COUNT)[None, :] - level)
+        e += tl.sum(p * dot(upstream, tl.trans(_values(means, at, VWIDTH)), nothing, FULL), 1)
+        at += ROWS
+        p = tl.exp(_level(norms, shifts, at, j < COUNT)[None, :] - along - level)
+        e += tl.sum(p * dot(upstream, tl.trans(_values(means, at, VWIDTH)), nothing, FULL), 1)
+    gradient = tl.zeros((BLOCK, INNER), tl.float32)
+    for first in tl.range(0, ROWS, SOME):
+        j = first + tl.arange(0, SOME)
+        rows = _rows(projection, j, COUNT, DIM, INNER)
+        along = dot(x, tl.trans(rows), nothing, FULL)
+        at = line * 2 * ROWS + j
+        p = tl.exp(along + _level(norms, shifts, at, j < COUNT)[None, :] - level)
+        t = dot(upstream, tl.trans(_values(means, at, VWIDTH)), nothing, FULL)
+        change = p * (t - e[:, None])
+        at += ROWS
+        p = tl.exp(_level(norms, shifts, at, j < COUNT)[None, :] - along - level)
+        t = dot(upstream, tl.trans(_values(means, at, VWIDTH)), nothing, FULL)
+        gradient = dot(change - p * (t - e[:, None]), rows, gradient, FULL)
+    store(dq + b * db + h * dh, dn, n, count, gradient, DIM, INNER)
+    tl.store(inner + line * count + n, e, mask=n < count)
+
+
+@triton.jit
+def _feature_gradients(
+    q,
+    projection,
+    g,
+    means,
+    norms,
+    shifts,
+    levels,
+    inner,
+    d_means,
+    d_levels,
+    heads,
+    count,
+    share,
+    qb,
+    qh,
+    qn,
+    gb,
+    gh,
+    gn,
+    DIM: tl.constexpr,
+    INNER: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    VDIM: tl.constexpr,
+    VWIDTH: tl.constexpr,
+    FULL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SOME: tl.constexpr,
+):
+    """du and dc of some features over a share of the queries."""
+    part, some = tl.program_id(0) // (ROWS // SOME), tl.program_id(0) % (ROWS // SOME)
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    line = b * heads + h
+    q += b * qb + h * qh
+    g += b * gb + h * gh
+    j = some * SOME + tl.arange(0, SOME)
+    rows = _rows(projection, j, COUNT, DIM, INNER)
+    at = line * 2 * ROWS + j
+    u, u2 = _values(means, at, VWIDTH), _values(means, at + ROWS, VWIDTH)
+    c = _level(norms, shifts, at, j < COUNT)[None, :]
+    c2 = _level(norms, shifts, at + ROWS, j < COUNT)[None, :]
+    du, du2 = tl.zeros((SOME, VWIDTH), tl.float32), tl.zeros((SOME, VWIDTH), tl.float32)
+    dc, dc2 = tl.zeros((SOME,), tl.float32), tl.zeros((SOME,), tl.float32)
+    nothing = tl.zeros((BLOCK, SOME), tl.float32)
+    end = tl.minimum(count, (part + 1) * share)
+    for start in tl.range(part * share, end, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        x = load(q, qn, n, n < end, DIM, INNER)
+        upstream = load(g, gn, n, n < end, VDIM, VWIDTH)
+        # Of what is beyond the end, p is 0.
+        level = tl.load(levels + line * count + n, mask=n < end, other=-HIDDEN)[:, None]
+        e = tl.load(inner + line * count + n, mask=n < end, other=0.0)[:, None]
+        along = dot(x, tl.trans(rows), nothing, FULL)
+        p = tl.exp(along + c - level)
+        dc += tl.sum(p * (dot(upstream, tl.trans(u), nothing, FULL) - e), 0)
+        du = dot(tl.trans(p), upstream, du, FULL)
+        p = tl.exp(c2 - along - level)
+        dc2 += tl.sum(p * (dot(upstream, tl.trans(u2), nothing, FULL) - e), 0)
+        du2 = dot(tl.trans(p), upstream, du2, FULL)
+    parts = tl.num_programs(0) // (ROWS // SOME)
+    at = (line * parts + part) * 2 * ROWS + j
+    column = tl.arange(0, VWIDTH)[None, :]
+    tl.store(d_means + at[:, None] * VWIDTH + column, du)
+    tl.store(d_means + (at + ROWS)[:, None] * VWIDTH + column, du2)
+    tl.store(d_levels + at, dc)
+    tl.store(d_levels + at + ROWS, dc2)
+
+
+@triton.jit
+def _key_changes(
+    logs,
+    values,
+    means,
+    norms,
+    shifts,
+    d_means,
+    d_levels,
+    at,
+    real,
+    keep,
+    dv,
+    VWIDTH: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """d log a of some features, and dv gone on with."""
+    u, du = _values(means, at, VWIDTH), _values(d_means, at, VWIDTH)
+    constant = tl.load(d_levels + at) - tl.sum(u * du, 1)
+    counts = keep[:, None] & real[None, :]
+    level = _level(norms, shifts, at, real)[None, :]
+    a = tl.where(counts, tl.exp(tl.where(counts, logs - level, 0.0)), 0.0)
+    da = dot(values, tl.trans(du), tl.zeros(logs.shape, tl.float32), FULL)
+    return a * (da + constant[None, :]), dot(a, du, dv, FULL)
+
+
+@triton.jit
+def _key_gradients(
+    k,
+    v,
+    mask,
+    projection,
+    dk,
+    dv,
+    means,
+    norms,
+    shifts,
+    d_means,
+    d_levels,
+    heads,
+    count,
+    kb,
+    kh,
+    kn,
+    vb,
+    vh,
+    vn,
+    dkb,
+    dkh,
+    dkn,
+    dvb,
+    dvh,
+    dvn,
+    DIM: tl.constexpr,
+    INNER: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    VDIM: tl.constexpr,
+    VWIDTH: tl.constexpr,
+    FULL: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SOME: tl.constexpr,
+):
+    """dk and dv, zero where masked."""
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    line = b * heads + h
+    keep = kept(mask + b * count, n, count, MASKED)
+    x = load(k + b * kb + h * kh, kn, n, keep, DIM, INNER)
+    values = load(v + b * vb + h * vh, vn, n, keep, VDIM, VWIDTH)
+    half = _half_square(x, DIM)[:, None]
+    gradient = tl.zeros((BLOCK, INNER), tl.float32)
+    d_values = tl.zeros((BLOCK, VWIDTH), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in tl.range(0, ROWS, SOME):
+        j = first + tl.arange(0, SOME)
+        real, at = j < COUNT, line * 2 * ROWS + j
+        rows = _rows(projection, j, COUNT, DIM, INNER)
+        along = dot(x, tl.trans(rows), tl.zeros((BLOCK, SOME), tl.float32), FULL)
+        change, d_values = _key_changes(
+            along - half,
+            values,
+            means,
+            norms,
+            shifts,
+            d_means,
+            d_levels,
+            at,
+            real,
+            keep,
+            d_values,
+            VWIDTH,
+            FULL,
+        )
+        change2, d_values = _key_changes(
+            -along - half,
+            values,
+            means,
+            norms,
+            shifts,
+            d_means,
+            d_levels,
+            at + ROWS,
+            real,
+            keep,
+            d_values,
+            VWIDTH,
+            FULL,
+        )
+        gradient = dot(change - change2, rows, gradient, FULL)
+        total += tl.sum(change + change2, 1)
+    gradient -= x.to(tl.float32) * (total * DIM**-0.5)[:, None]
+    store(dk + b * dkb + h * dkh, dkn, n, count, gradient, DIM, INNER)
+    store(dv + b * dvb + h * dvh, dvn, n, count, d_values, VDIM, VWIDTH)
+
+
+def _constants(q: Tensor, v: Tensor, projection: Tensor) -> tuple[dict, dict]:
+    """Those that all kernels take, and the sizes of what they hold of the features."""
+    dim, v_dim, features = q.shape[-1], v.shape[-1], favor_features(len(projection))
+    constants = {
+        **{"DIM": dim, "INNER": tile_width(dim)},
+        **{"COUNT": len(projection), "ROWS": features // 2},
+        **{"VDIM": v_dim, "VWIDTH": tile_width(v_dim), "FULL": v.dtype == torch.float32},
+    }
+    return constants, {"WIDTH": features, "VWIDTH": constants["VWIDTH"]}
+
+
+def _shares(length: int, batch_heads: int, constants: dict) -> tuple[int, int, int]:
+    """Parts of a sequence, their length, and the programs of one sequence."""
+    blocks = constants["ROWS"] // TILE["SOME"]
+    parts, share = parts_of(length, batch_heads * blocks, TILE["BLOCK"], PROGRAMS)
+    return parts, share, parts * blocks
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    plus: Tensor | None,
+    y: Tensor,
+    projection: Tensor,
+) -> list[Tensor]:
+    """Fill y; returns u, Σ φ(k), what was taken off, and s, which the gradients need."""
+    (batch, heads, n, _), m = k.shape, q.shape[2]
+    constants, sizes = _constants(q, v, projection)
+    parts, share, programs = _shares(n, batch * heads, constants)
+    sums, norms = buffers(k, parts, sizes)
+    shifts = torch.empty_like(norms)
+    tensors = k, v, k if mask is None else mask, projection, sums, norms, shifts
+    numbers = heads, n, share, *strides(k, v)
+    options = {**constants, "MASKED": mask is not None, **TILE}
+    launch(_keys, (programs, heads, batch), *tensors, *numbers, **options)
+    state = merged(sums, norms, shifts, sizes)
+    levels = torch.empty(batch, heads, m, dtype=torch.float32, device=q.device)
+    added = y if plus is None else plus
+    tensors = q, projection, added, y, *state, levels
+    numbers = heads, m, *strides(q, added, y)
+    options = {**constants, "PLUS": plus is not None, **TILE}
+    launch(_queries, (ceil_div(m, TILE["BLOCK"]), heads, batch), *tensors, *numbers, **options)
+    return [*state, levels]
+
+
+def backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    state: list[Tensor],
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    projection: Tensor,
+) -> None:
+    """Fill dq, dk and dv."""
+    (batch, heads, n, _), m = k.shape, q.shape[2]
+    constants, sizes = _constants(q, v, projection)
+    inner = torch.empty_like(state[-1])
+    tensors = q, projection, g, dq, *state, inner
+    numbers = heads, m, *strides(q, g, dq)
+    grid = ceil_div(m, TILE["BLOCK"]), heads, batch
+    launch(_query_gradients, grid, *tensors, *numbers, **constants, **TILE)
+    parts, share, programs = _shares(m, batch * heads, constants)
+    d_sums, d_levels = buffers(q, parts, sizes)
+    tensors = q, projection, g, *state, inner, d_sums, d_levels
+    numbers = heads, m, share, *strides(q, g)
+    launch(_feature_gradients, (programs, heads, batch), *tensors, *numbers, **constants, **TILE)
+    d_state = merged(d_sums, d_levels, None, sizes)
+    means, norms, shifts, _ = state
+    tensors = k, v, k if mask is None else mask, projection, dk, dv, means, norms, shifts, *d_state
+    numbers = heads, n, *strides(k, v, dk, dv)
+    options = {**constants, "MASKED": mask is not None, **TILE}
+    launch(
+        _key_gradients, (ceil_div(n, TILE["BLOCK"]), heads, batch), *tensors, *numbers, **options
+    )
