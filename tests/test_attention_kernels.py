@@ -6,6 +6,7 @@ import torch
 from fastrpb import (
     DPFP,
     FavorPlus,
+    attention,
     elu1,
     linear_attention,
     linear_attention_weights,
@@ -66,6 +67,27 @@ def test_favor_plus(dtype, masked, features):
     q, k, v = (3 * rand(2, 2, m, d, dtype=dtype) for m, d in ((70, 20), (150, 20), (150, 24)))
     mask = masks(2, 150) if masked else None
     assert_attention_as_good_as_plain(q, k, v, phi=phi, mask=mask, plus=True)
+
+
+@pytest.mark.parametrize("stored", [*HALF, torch.float64])
+@pytest.mark.parametrize("dtypes", [*((x, x) for x in HALF), (torch.float16, torch.float32)])
+def test_favor_plus_in_other_dtypes(stored, dtypes):
+    """A projection in that of the model, queries and keys in another than the values."""
+    phi = FavorPlus(8, 5).to(DEVICE, stored)
+    q, k = rand(2, 1, 2, 20, 8, dtype=dtypes[0])
+    v = rand(1, 2, 20, 8, dtype=dtypes[1])
+    assert_attention_as_good_as_plain(q, k, v, phi=phi)
+
+
+def test_maps_of_ones_own_are_plain_torch():
+    class Own(FavorPlus):
+        pass
+
+    x = rand(1, 1, 5, 4)
+    with pytest.raises(ValueError, match="got Own"):
+        linear_attention(x, x, x, phi=Own(4, 8).to(DEVICE), impl="triton")
+    assert not attention._fits(Own(4, 8), x, x, x, causal=False)
+    assert attention._fits(FavorPlus(4, 8), x, x, x, causal=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

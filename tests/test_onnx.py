@@ -40,6 +40,7 @@ def batch(size, length):
         (Classifier, {"norm": "batch", "bias_threshold": 0.05, "bias_envelope": True}),
         (Classifier, {"attention": "softmax", **IMAGE, "bias_kind": "full"}),
         (Classifier, {**IMAGE, "bias_symmetric": True, "attention_gelu": True}),
+        (Classifier, {"attention": "softmax", "position": "rpe"}),
         (LanguageModel, LANGUAGE),
         (LanguageModel, {**LANGUAGE, "features": "elu1", "position": "rope"}),
     ],

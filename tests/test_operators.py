@@ -179,7 +179,7 @@ def test_a_compiled_last_block_trains_at_any_length(monkeypatch):
     for block in model.encoder.blocks:
         block.compile(dynamic=True)
     for length in (30, 20, 40):
-        tokens, mask = torch.randint(9, (3, length)), masks(3, length) | True
+        tokens, mask = torch.randint(9, (3, length)), torch.ones(3, length, dtype=torch.bool)
         with torch.autocast("cpu", torch.bfloat16):
             model(tokens, mask).square().sum().backward()
     assert model.encoder.blocks[0].attention.qkv.weight.grad.isfinite().all()

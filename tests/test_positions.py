@@ -130,6 +130,14 @@ def test_spe_is_exported_for_a_range_of_lengths(make):
     assert program.module()(q[:, :, :9], q[:, :, :9])[0].shape == (2, 2, 9, 8)
 
 
+def test_rpe_is_exported_for_a_range_of_lengths():
+    rpe, length = RelativeKeyQuery(3, 100), torch.export.Dim("length", min=2, max=100)
+    q, k = torch.randn(2, 2, 2, 20, 3)
+    program = torch.export.export(rpe, (q, k), dynamic_shapes=2 * ({2: length},))
+    q, k = q[:, :, :9], k[:, :, :9]
+    torch.testing.assert_close(program.module()(q, k), rpe(q, k))
+
+
 @pytest.mark.parametrize("make", SPES)
 def test_spe_in_the_dtype_of_the_queries(make):
     spe, q = make(num_realizations=8), torch.randn(2, 2, 6, 3).bfloat16()

@@ -6,7 +6,7 @@ key gives zeros. Causal means that output n sees the inputs m <= n, also where M
 Linear attention computes in float32 inside for half precisions, also under autocast.
 """
 
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -33,9 +33,11 @@ from fastrpb.kernels.autograd import apply
 
 AttentionImpl = Literal["auto", "torch", "triton"]
 
-# The maps that the kernels know, by number.
-_KINDS = {SIKF: 0, ELU1: 1, ReLU: 2, DPFP: 3, FavorPlus: 4}
-_CAUSAL_KINDS = (0, 1, 2)
+# The maps that the kernels know, by number; those of a class of one's own are plain torch.
+_GIVEN, _PROJECTED = 3, 4
+_KINDS = {SIKF: 0, ELU1: 1, ReLU: 2, DPFP: _GIVEN, FavorPlus: _PROJECTED}
+_PROJECTION = 5  # its place among the inputs of the functions below
+_MOST_SEQUENCES = 65_535  # of a grid that is not causal
 _FUSED_DIM, _FUSED_DIM_FLOAT32 = 128, 64  # the most channels that fit into shared memory
 
 
@@ -152,17 +154,18 @@ def linear_attention(
     if not _use_triton(impl, phi, q, k, v, causal):
         y = _plain(phi, q, k, v, mask, causal)
         return y if plus is None else y + plus
+    kind = _KINDS[type(phi)]
+    projection = phi.projection if isinstance(phi, FavorPlus) else None
     if isinstance(phi, DPFP):  # its features are few, and the kernel takes them as they are
         wide_q, wide_k = _widened(q, k)
         if mask is not None:
             wide_k = wide_k.masked_fill(~mask[..., None, :, None], 0)
         q, k = (phi.features(x).to(v.dtype) for x in (wide_q, wide_k))
-    projection = phi.projection if isinstance(phi, FavorPlus) else None
     lead = v.shape[:-3]
     q, k, v = (x.reshape(lead.numel(), *x.shape[-3:]) for x in (q, k, v))
     mask = None if mask is None else mask.reshape(lead.numel(), -1)
     plus = None if plus is None else plus.reshape(lead.numel(), *plus.shape[-3:])
-    y, *_ = apply(_Fused, q, k, v, mask, plus, projection, _KINDS[type(phi)], causal)
+    y, *_ = apply(_Fused, q, k, v, mask, plus, projection, kind, causal)
     return y.reshape(*lead, *y.shape[1:])
 
 
@@ -181,19 +184,21 @@ def _plain(phi: Phi, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causa
         return _divide(sums[..., :-1], sums[..., -1:]).to(dtype)
 
 
-def _fits(phi: Phi, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    """Whether the kernels know the map, and hold its features in shared memory."""
+def _fits(phi: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    """Whether the kernels know the map, and have room for that many channels."""
     kind, dim, v_dim = _KINDS.get(type(phi)), q.shape[-1], v.shape[-1]
     most = _FUSED_DIM if v.dtype in ops.HALF else _FUSED_DIM_FLOAT32
-    if isinstance(phi, FavorPlus):
+    fits = kind is not None
+    if kind == _PROJECTED:
         fits = dim == phi.dim and not phi.projection.requires_grad
-    elif isinstance(phi, DPFP):  # products of two may leave the range of float16
+    if kind == _GIVEN:  # products of two may leave the range of float16
         fits = phi.nu < 2 * dim and 2 * dim * phi.nu <= most and v.dtype != torch.float16
-    else:
-        fits = kind is not None
+    if not causal:
+        fits = fits and v.shape[:-3].numel() <= _MOST_SEQUENCES
+    elif kind in (_GIVEN, _PROJECTED):
+        fits = False
     return (
         fits
-        and (not causal or kind in _CAUSAL_KINDS)
         and all(x.dtype in (*ops.HALF, torch.float32) for x in (q, k, v))
         and 1 <= min(dim, v_dim) <= max(dim, v_dim) <= most
     )
@@ -214,7 +219,8 @@ def _use_triton(impl: str, phi: Phi, q: Tensor, k: Tensor, v: Tensor, causal: bo
         most = _FUSED_DIM if v.dtype in ops.HALF else _FUSED_DIM_FLOAT32
         raise ValueError(
             f"impl='triton' is for sikf, elu1, relu and FavorPlus up to {most} channels, for DPFP "
-            f"up to {most} features and not in float16, the last two not causal, no float64; got "
+            f"up to {most} features and not in float16, the last two not causal, no float64, and "
+            f"up to {_MOST_SEQUENCES} sequences that are not causal; got "
             f"{'causal ' if causal else ''}{type(phi).__name__}, {q.shape[-1]} and {v.shape[-1]} "
             f"channels, {v.dtype}; use impl='auto'"
         )
@@ -249,7 +255,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *inputs):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _mapped(_Fused, info.batch_size, in_dims, inputs, projection=5)
+        return _mapped(_Fused, info.batch_size, in_dims, inputs)
 
 
 class _FusedGradients(torch.autograd.Function):
@@ -284,25 +290,23 @@ class _FusedGradients(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *inputs):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _mapped(_FusedGradients, info.batch_size, in_dims, inputs, projection=5)
+        return _mapped(_FusedGradients, info.batch_size, in_dims, inputs)
 
 
-def _mapped(
-    function: type[torch.autograd.Function], count: int, in_dims, inputs, *, projection: int
-):
+def _mapped(function: type[torch.autograd.Function], count: int, in_dims, inputs):
     """`function` under `torch.func.vmap`: what is mapped over joins the batch.
 
-    But for the projection, input number `projection`: models with others each come one by one.
+    But for the projection: models with others each come one by one.
     """
     pairs = list(zip(inputs, in_dims, strict=True))
-    if in_dims[projection] is not None:
+    if in_dims[_PROJECTION] is not None:
         each = [
             apply(function, *(x if d is None else x.select(d, i) for x, d in pairs))
             for i in range(count)
         ]
         return tuple(torch.stack(x) for x in zip(*each, strict=True)), (0,) * len(each[0])
     inputs = [
-        ops.into_batch(x, d, count) if isinstance(x, Tensor) and i != projection else x
+        ops.into_batch(x, d, count) if isinstance(x, Tensor) and i != _PROJECTION else x
         for i, (x, d) in enumerate(pairs)
     ]
     outputs = apply(function, *inputs)

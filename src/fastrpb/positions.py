@@ -385,7 +385,10 @@ def _by_place(x: Tensor, table: Tensor, columns: int) -> Tensor:
     Their product has it at (n, N-1 + m-n), so rows of L end to end at n·(L-1) + N-1 + m. Copies
     suffice; the gradients of a gather would be sums.
     """
-    rows, middle = x.shape[-2], len(table) // 2
+    rows, middle = x.shape[-2], table.shape[0] // 2
+    if _exporting():  # for a range of lengths, which the copies below would fix
+        index = _distance(rows, columns, x.device) + middle
+        return (x @ table.mT).gather(-1, index.expand(*x.shape[:-1], columns))
     width = -(-len(table) // 8) * 8  # tensor cores want rows of 16 bytes
     y = x @ nn.functional.pad(table, (0, 0, 0, width - len(table))).mT
     if torch.compiler.is_dynamo_compiling():

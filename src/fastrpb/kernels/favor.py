@@ -1,7 +1,7 @@
 """Bidirectional linear attention with FAVOR+ features: two softmax attentions, nothing stored.
 
-The features of x are exp(±x·r - |x|²/2) for the rows r of a projection, x and r scaled by
-dim^(-1/4). Normalised as in `linear`, with f for a row and a sign, x·f for ±x·r:
+The features of x are exp(±x·r - |x|²/2) for the rows r of a projection, x scaled by dim^(-1/4): the
+kernels scale r instead. Normalised as in `linear`, with f for a row and a sign, x·f for ±x·r:
 
     a_mf = exp(k_m·f - |k_m|²/2 - c_f),  c_f = log Σ_m exp(k_m·f - |k_m|²/2),  u_f = Σ_m a_mf v_m,
     p_nf = exp(q_n·f + c_f - s_n),        s_n = log Σ_f exp(q_n·f + c_f),        y_n = Σ_f p_nf u_f:
@@ -39,10 +39,18 @@ PROGRAMS = 1056  # fill a large GPU
 
 @triton.jit
 def _rows(projection, j, COUNT: tl.constexpr, DIM: tl.constexpr, INNER: tl.constexpr):
-    """Rows j of R·dim^(-1/4) by the scale of x as well: (SOME, INNER), zeros beyond."""
+    """Rows j of R·dim^(-1/4): (SOME, INNER), zeros beyond."""
     d = tl.arange(0, INNER)[None, :]
     inside = (j < COUNT)[:, None] & (d < DIM)
-    return tl.load(projection + j[:, None] * DIM + d, mask=inside, other=0.0) * DIM**-0.25
+    rows = tl.load(projection + j[:, None] * DIM + d, mask=inside, other=0.0)
+    return rows.to(tl.float32) * DIM**-0.25
+
+
+@triton.jit
+def _load(x, sn, n, keep, DIM: tl.constexpr, INNER: tl.constexpr, FULL: tl.constexpr):
+    """Queries or keys, as precise as the values are to be."""
+    rows = load(x, sn, n, keep, DIM, INNER)
+    return rows.to(tl.float32) if FULL else rows
 
 
 @triton.jit
@@ -122,7 +130,7 @@ def _keys(
     for start in tl.range(part * share, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
         keep = kept(mask, n, end, MASKED)
-        x = load(k, kn, n, keep, DIM, INNER)
+        x = _load(k, kn, n, keep, DIM, INNER, FULL)
         values = load(v, vn, n, keep, VDIM, VWIDTH)
         along = dot(x, tl.trans(rows), tl.zeros((BLOCK, SOME), tl.float32), FULL)
         half = _half_square(x, DIM)[:, None]
@@ -188,7 +196,7 @@ def _queries(
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     line = b * heads + h
-    x = load(q + b * qb + h * qh, qn, n, n < count, DIM, INNER)
+    x = _load(q + b * qb + h * qh, qn, n, n < count, DIM, INNER, FULL)
     ROUND: tl.constexpr = y.dtype.element_ty == tl.bfloat16
     top = tl.full((BLOCK,), HIDDEN, tl.float32)
     norm = tl.zeros((BLOCK,), tl.float32)
@@ -209,6 +217,25 @@ def _queries(
         out += load(plus + b * pb + h * ph, pn, n, n < count, VDIM, VWIDTH).to(tl.float32)
     store(y + b * yb + h * yh, yn, n, count, out, VDIM, VWIDTH)
     tl.store(levels + line * count + n, top + tl.log(norm), mask=n < count)
+
+
+@triton.jit
+def _seen(
+    along,
+    upstream,
+    level,
+    means,
+    norms,
+    shifts,
+    at,
+    real,
+    VWIDTH: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """The weights p of some features, and t."""
+    p = tl.exp(along + _level(norms, shifts, at, real)[None, :] - level)
+    u = _values(means, at, VWIDTH)
+    return p, dot(upstream, tl.trans(u), tl.zeros(along.shape, tl.float32), FULL)
 
 
 @triton.jit
@@ -247,33 +274,30 @@ def _query_gradients(
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     line = b * heads + h
-    x = load(q + b * qb + h * qh, qn, n, n < count, DIM, INNER)
+    x = _load(q + b * qb + h * qh, qn, n, n < count, DIM, INNER, FULL)
     upstream = load(g + b * gb + h * gh, gn, n, n < count, VDIM, VWIDTH)
     level = tl.load(levels + line * count + n, mask=n < count, other=-HIDDEN)[:, None]
     e = tl.zeros((BLOCK,), tl.float32)
-    nothing = tl.zeros((BLOCK, SOME), tl.float32)
     for first in tl.range(0, ROWS, SOME):
         j = first + tl.arange(0, SOME)
         rows = _rows(projection, j, COUNT, DIM, INNER)
-        along = dot(x, tl.trans(rows), nothing, FULL)
-        at = line * 2 * ROWS + j
-        p = tl.exp(along + _level(norms, shifts, at, j < COUNT)[None, :] - level)
-        e += tl.sum(p * dot(upstream, tl.trans(_values(means, at, VWIDTH)), nothing, FULL), 1)
+        along = dot(x, tl.trans(rows), tl.zeros((BLOCK, SOME), tl.float32), FULL)
+        real, at = j < COUNT, line * 2 * ROWS + j
+        p, t = _seen(along, upstream, level, means, norms, shifts, at, real, VWIDTH, FULL)
+        e += tl.sum(p * t, 1)
         at += ROWS
-        p = tl.exp(_level(norms, shifts, at, j < COUNT)[None, :] - along - level)
-        e += tl.sum(p * dot(upstream, tl.trans(_values(means, at, VWIDTH)), nothing, FULL), 1)
+        p, t = _seen(-along, upstream, level, means, norms, shifts, at, real, VWIDTH, FULL)
+        e += tl.sum(p * t, 1)
     gradient = tl.zeros((BLOCK, INNER), tl.float32)
     for first in tl.range(0, ROWS, SOME):
         j = first + tl.arange(0, SOME)
         rows = _rows(projection, j, COUNT, DIM, INNER)
-        along = dot(x, tl.trans(rows), nothing, FULL)
-        at = line * 2 * ROWS + j
-        p = tl.exp(along + _level(norms, shifts, at, j < COUNT)[None, :] - level)
-        t = dot(upstream, tl.trans(_values(means, at, VWIDTH)), nothing, FULL)
+        along = dot(x, tl.trans(rows), tl.zeros((BLOCK, SOME), tl.float32), FULL)
+        real, at = j < COUNT, line * 2 * ROWS + j
+        p, t = _seen(along, upstream, level, means, norms, shifts, at, real, VWIDTH, FULL)
         change = p * (t - e[:, None])
         at += ROWS
-        p = tl.exp(_level(norms, shifts, at, j < COUNT)[None, :] - along - level)
-        t = dot(upstream, tl.trans(_values(means, at, VWIDTH)), nothing, FULL)
+        p, t = _seen(-along, upstream, level, means, norms, shifts, at, real, VWIDTH, FULL)
         gradient = dot(change - p * (t - e[:, None]), rows, gradient, FULL)
     store(dq + b * db + h * dh, dn, n, count, gradient, DIM, INNER)
     tl.store(inner + line * count + n, e, mask=n < count)
@@ -328,7 +352,7 @@ def _feature_gradients(
     end = tl.minimum(count, (part + 1) * share)
     for start in tl.range(part * share, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
-        x = load(q, qn, n, n < end, DIM, INNER)
+        x = _load(q, qn, n, n < end, DIM, INNER, FULL)
         upstream = load(g, gn, n, n < end, VDIM, VWIDTH)
         # Of what is beyond the end, p is 0.
         level = tl.load(levels + line * count + n, mask=n < end, other=-HIDDEN)[:, None]
@@ -418,7 +442,7 @@ def _key_gradients(
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     line = b * heads + h
     keep = kept(mask + b * count, n, count, MASKED)
-    x = load(k + b * kb + h * kh, kn, n, keep, DIM, INNER)
+    x = _load(k + b * kb + h * kh, kn, n, keep, DIM, INNER, FULL)
     values = load(v + b * vb + h * vh, vn, n, keep, VDIM, VWIDTH)
     half = _half_square(x, DIM)[:, None]
     gradient = tl.zeros((BLOCK, INNER), tl.float32)

@@ -14,7 +14,7 @@ written once, the keys twice where φ = exp.
 
 KIND is the number of φ: 0 for exp, 1 for ELU + 1, 2 for ReLU, 3 where queries and keys are features
 already. These may be zero and have no logarithm: their gradients are (t - Σ_f p·t)·p/φ(q), with
-p/φ(q) = z_f / Σ_f φ(q_n)_f z_f, and (v_m·duᵀ + c)/z.
+p/φ(q) = z_f / Σ_f φ(q_n)_f z_f, and (v_m·duᵀ + c)/z, or 0 for a feature that no key has.
 """
 
 import torch
