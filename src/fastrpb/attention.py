@@ -247,7 +247,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved = *ctx.saved_tensors, *(9 - len(ctx.saved_tensors)) * [None]
+        saved = *ctx.saved_tensors, *(8 - len(ctx.saved_tensors)) * [None]
         gradients = [None] * 3
         if any(ctx.needs_input_grad[:3]):
             gradients = apply(_FusedGradients, g, *saved, ctx.kind, ctx.causal)
@@ -262,8 +262,8 @@ class _FusedGradients(torch.autograd.Function):
     """(dq, dk, dv) of ⟨g, attention⟩, given the state that the forward left."""
 
     @staticmethod
-    def forward(g, q, k, v, mask, projection, first, second, third, fourth, kind, causal):
-        state = [x for x in (first, second, third, fourth) if x is not None]  # one if causal
+    def forward(g, q, k, v, mask, projection, first, second, third, kind, causal):
+        state = [x for x in (first, second, third) if x is not None]  # one if causal
         return torch.ops.fastrpb.linear_attention_triton_backward(
             g, q, k, v, mask, projection, state, kind, causal, ops.heads_inside(v)
         )
@@ -286,7 +286,7 @@ class _FusedGradients(torch.autograd.Function):
             return torch.func.vjp(attention, q, k, v)[1](g)
 
         second = torch.func.vjp(gradients, *tensors)[1](upstream)
-        return *second, *8 * [None]
+        return *second, *7 * [None]
 
     @staticmethod
     def vmap(info, in_dims, *inputs):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -7,8 +7,9 @@ kernels scale r instead. Normalised as in `linear`, with f for a row and a sign,
     p_nf = exp(q_n·f + c_f - s_n),        s_n = log Σ_f exp(q_n·f + c_f),        y_n = Σ_f p_nf u_f:
 
 features attend to the keys, then queries to the features; |q|² cancels. Each takes its largest
-logarithm off as it goes. There are many features, so that programs take SOME rows of the projection
-at a time, for both signs, and compute features anew rather than store them. Backward, with g the
+logarithm off as it goes, along the rows of a tile, be they features or queries. There are many
+features, so that programs take SOME rows of the projection at a time, for both signs, and compute
+features anew rather than store them. Backward, with g the
 gradient of y: t = g·uᵀ, e_n = Σ_f p·t, d log p = p(t - e), dq = Σ_f d log p·f, du = pᵀ·g,
 dc = Σ_n d log p; then d log a = a(v·duᵀ + dc - u·du), dv = a·du and
 dk = Σ_f d log a·f - k·Σ_f d log a.
@@ -33,7 +34,8 @@ from fastrpb.kernels.tiles import (
     strides,
 )
 
-TILE = {"BLOCK": 64, "SOME": FAVOR_ROWS, "num_warps": 4, "num_stages": 2}
+FEATURES = {"BLOCK": 64, "SOME": FAVOR_ROWS, "num_warps": 4, "num_stages": 2}  # as rows of tiles
+TOKENS = {"BLOCK": 64, "SOME": 32, "num_warps": 4, "num_stages": 1}
 PROGRAMS = 1056  # fill a large GPU
 
 
@@ -60,14 +62,6 @@ def _half_square(x, DIM: tl.constexpr):
 
 
 @triton.jit
-def _level(norms, shifts, at, there):
-    """c: of features that no key has, and of those that pad, below all others."""
-    z = tl.load(norms + at, mask=there, other=0.0)
-    shift = tl.load(shifts + at, mask=there, other=0.0)
-    return tl.where(z > 0, shift + tl.log(tl.where(z > 0, z, 1.0)), HIDDEN)
-
-
-@triton.jit
 def _values(means, at, VWIDTH: tl.constexpr):
     """Rows of u or du: (SOME, VWIDTH)."""
     return tl.load(means + at[:, None] * VWIDTH + tl.arange(0, VWIDTH)[None, :])
@@ -75,14 +69,14 @@ def _values(means, at, VWIDTH: tl.constexpr):
 
 @triton.jit
 def _add_keys(logs, keep, values, top, norm, total, FULL: tl.constexpr):
-    """Go on with some keys: the largest logarithm, Σ φ and Σ φ·v of each feature."""
-    logs = tl.where(keep[:, None], logs, HIDDEN)
-    highest = tl.maximum(top, tl.max(logs, 0))
-    phi = tl.where(keep[:, None], tl.exp(logs - highest[None, :]), 0.0)
+    """Go on with some keys: the largest logarithm, Σ φ and Σ φ·v of each feature, a row of logs."""
+    logs = tl.where(keep[None, :], logs, HIDDEN)
+    highest = tl.maximum(top, tl.max(logs, 1))
+    phi = tl.where(keep[None, :], tl.exp(logs - highest[:, None]), 0.0)
     phi = rounded(phi, values)
     decay = tl.exp(top - highest)
-    norm = norm * decay + tl.sum(phi.to(tl.float32), 0)
-    return highest, norm, dot(tl.trans(phi), values, total * decay[:, None], FULL)
+    norm = norm * decay + tl.sum(phi.to(tl.float32), 1)
+    return highest, norm, dot(phi, values, total * decay[:, None], FULL)
 
 
 @triton.jit
@@ -132,8 +126,8 @@ def _keys(
         keep = kept(mask, n, end, MASKED)
         x = _load(k, kn, n, keep, DIM, INNER, FULL)
         values = load(v, vn, n, keep, VDIM, VWIDTH)
-        along = dot(x, tl.trans(rows), tl.zeros((BLOCK, SOME), tl.float32), FULL)
-        half = _half_square(x, DIM)[:, None]
+        along = dot(rows, tl.trans(x), tl.zeros((SOME, BLOCK), tl.float32), FULL)
+        half = _half_square(x, DIM)[None, :]
         top, norm, total = _add_keys(along - half, keep, values, top, norm, total, FULL)
         top2, norm2, total2 = _add_keys(-along - half, keep, values, top2, norm2, total2, FULL)
     parts = tl.num_programs(0) // (ROWS // SOME)
@@ -167,8 +161,7 @@ def _queries(
     plus,
     y,
     means,
-    norms,
-    shifts,
+    offsets,
     levels,
     heads,
     count,
@@ -206,10 +199,10 @@ def _queries(
         rows = _rows(projection, j, COUNT, DIM, INNER)
         along = dot(x, tl.trans(rows), tl.zeros((BLOCK, SOME), tl.float32), FULL)
         at = line * 2 * ROWS + j
-        logs = along + _level(norms, shifts, at, j < COUNT)[None, :]
+        logs = along + tl.load(offsets + at)[None, :]
         u = _values(means, at, VWIDTH)
         top, norm, out = _add_features(logs, u, top, norm, out, FULL, ROUND)
-        logs = _level(norms, shifts, at + ROWS, j < COUNT)[None, :] - along
+        logs = tl.load(offsets + at + ROWS)[None, :] - along
         u = _values(means, at + ROWS, VWIDTH)
         top, norm, out = _add_features(logs, u, top, norm, out, FULL, ROUND)
     out /= norm[:, None]
@@ -225,15 +218,13 @@ def _seen(
     upstream,
     level,
     means,
-    norms,
-    shifts,
+    offsets,
     at,
-    real,
     VWIDTH: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """The weights p of some features, and t."""
-    p = tl.exp(along + _level(norms, shifts, at, real)[None, :] - level)
+    p = tl.exp(along + tl.load(offsets + at)[None, :] - level)
     u = _values(means, at, VWIDTH)
     return p, dot(upstream, tl.trans(u), tl.zeros(along.shape, tl.float32), FULL)
 
@@ -245,8 +236,7 @@ def _query_gradients(
     g,
     dq,
     means,
-    norms,
-    shifts,
+    offsets,
     levels,
     inner,
     heads,
@@ -282,22 +272,22 @@ def _query_gradients(
         j = first + tl.arange(0, SOME)
         rows = _rows(projection, j, COUNT, DIM, INNER)
         along = dot(x, tl.trans(rows), tl.zeros((BLOCK, SOME), tl.float32), FULL)
-        real, at = j < COUNT, line * 2 * ROWS + j
-        p, t = _seen(along, upstream, level, means, norms, shifts, at, real, VWIDTH, FULL)
+        at = line * 2 * ROWS + j
+        p, t = _seen(along, upstream, level, means, offsets, at, VWIDTH, FULL)
         e += tl.sum(p * t, 1)
         at += ROWS
-        p, t = _seen(-along, upstream, level, means, norms, shifts, at, real, VWIDTH, FULL)
+        p, t = _seen(-along, upstream, level, means, offsets, at, VWIDTH, FULL)
         e += tl.sum(p * t, 1)
     gradient = tl.zeros((BLOCK, INNER), tl.float32)
     for first in tl.range(0, ROWS, SOME):
         j = first + tl.arange(0, SOME)
         rows = _rows(projection, j, COUNT, DIM, INNER)
         along = dot(x, tl.trans(rows), tl.zeros((BLOCK, SOME), tl.float32), FULL)
-        real, at = j < COUNT, line * 2 * ROWS + j
-        p, t = _seen(along, upstream, level, means, norms, shifts, at, real, VWIDTH, FULL)
+        at = line * 2 * ROWS + j
+        p, t = _seen(along, upstream, level, means, offsets, at, VWIDTH, FULL)
         change = p * (t - e[:, None])
         at += ROWS
-        p, t = _seen(-along, upstream, level, means, norms, shifts, at, real, VWIDTH, FULL)
+        p, t = _seen(-along, upstream, level, means, offsets, at, VWIDTH, FULL)
         gradient = dot(change - p * (t - e[:, None]), rows, gradient, FULL)
     store(dq + b * db + h * dh, dn, n, count, gradient, DIM, INNER)
     tl.store(inner + line * count + n, e, mask=n < count)
@@ -309,12 +299,11 @@ def _feature_gradients(
     projection,
     g,
     means,
-    norms,
-    shifts,
+    offsets,
     levels,
     inner,
     d_means,
-    d_levels,
+    d_offsets,
     heads,
     count,
     share,
@@ -344,44 +333,42 @@ def _feature_gradients(
     rows = _rows(projection, j, COUNT, DIM, INNER)
     at = line * 2 * ROWS + j
     u, u2 = _values(means, at, VWIDTH), _values(means, at + ROWS, VWIDTH)
-    c = _level(norms, shifts, at, j < COUNT)[None, :]
-    c2 = _level(norms, shifts, at + ROWS, j < COUNT)[None, :]
+    c = tl.load(offsets + at)[:, None]
+    c2 = tl.load(offsets + at + ROWS)[:, None]
     du, du2 = tl.zeros((SOME, VWIDTH), tl.float32), tl.zeros((SOME, VWIDTH), tl.float32)
     dc, dc2 = tl.zeros((SOME,), tl.float32), tl.zeros((SOME,), tl.float32)
-    nothing = tl.zeros((BLOCK, SOME), tl.float32)
+    nothing = tl.zeros((SOME, BLOCK), tl.float32)
     end = tl.minimum(count, (part + 1) * share)
     for start in tl.range(part * share, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
         x = _load(q, qn, n, n < end, DIM, INNER, FULL)
         upstream = load(g, gn, n, n < end, VDIM, VWIDTH)
         # Of what is beyond the end, p is 0.
-        level = tl.load(levels + line * count + n, mask=n < end, other=-HIDDEN)[:, None]
-        e = tl.load(inner + line * count + n, mask=n < end, other=0.0)[:, None]
-        along = dot(x, tl.trans(rows), nothing, FULL)
+        level = tl.load(levels + line * count + n, mask=n < end, other=-HIDDEN)[None, :]
+        e = tl.load(inner + line * count + n, mask=n < end, other=0.0)[None, :]
+        along = dot(rows, tl.trans(x), nothing, FULL)
         p = tl.exp(along + c - level)
-        dc += tl.sum(p * (dot(upstream, tl.trans(u), nothing, FULL) - e), 0)
-        du = dot(tl.trans(p), upstream, du, FULL)
+        dc += tl.sum(p * (dot(u, tl.trans(upstream), nothing, FULL) - e), 1)
+        du = dot(p, upstream, du, FULL)
         p = tl.exp(c2 - along - level)
-        dc2 += tl.sum(p * (dot(upstream, tl.trans(u2), nothing, FULL) - e), 0)
-        du2 = dot(tl.trans(p), upstream, du2, FULL)
+        dc2 += tl.sum(p * (dot(u2, tl.trans(upstream), nothing, FULL) - e), 1)
+        du2 = dot(p, upstream, du2, FULL)
     parts = tl.num_programs(0) // (ROWS // SOME)
     at = (line * parts + part) * 2 * ROWS + j
     column = tl.arange(0, VWIDTH)[None, :]
     tl.store(d_means + at[:, None] * VWIDTH + column, du)
     tl.store(d_means + (at + ROWS)[:, None] * VWIDTH + column, du2)
-    tl.store(d_levels + at, dc)
-    tl.store(d_levels + at + ROWS, dc2)
+    tl.store(d_offsets + at, dc)
+    tl.store(d_offsets + at + ROWS, dc2)
 
 
 @triton.jit
 def _key_changes(
     logs,
     values,
-    means,
-    norms,
-    shifts,
+    offsets,
     d_means,
-    d_levels,
+    d_log,
     at,
     real,
     keep,
@@ -390,13 +377,11 @@ def _key_changes(
     FULL: tl.constexpr,
 ):
     """d log a of some features, and dv gone on with."""
-    u, du = _values(means, at, VWIDTH), _values(d_means, at, VWIDTH)
-    constant = tl.load(d_levels + at) - tl.sum(u * du, 1)
+    du = _values(d_means, at, VWIDTH)
     counts = keep[:, None] & real[None, :]
-    level = _level(norms, shifts, at, real)[None, :]
-    a = tl.where(counts, tl.exp(tl.where(counts, logs - level, 0.0)), 0.0)
+    a = tl.exp(tl.where(counts, logs - tl.load(offsets + at)[None, :], HIDDEN))
     da = dot(values, tl.trans(du), tl.zeros(logs.shape, tl.float32), FULL)
-    return a * (da + constant[None, :]), dot(a, du, dv, FULL)
+    return a * (da + tl.load(d_log + at)[None, :]), dot(a, du, dv, FULL)
 
 
 @triton.jit
@@ -407,11 +392,9 @@ def _key_gradients(
     projection,
     dk,
     dv,
-    means,
-    norms,
-    shifts,
+    offsets,
     d_means,
-    d_levels,
+    d_log,
     heads,
     count,
     kb,
@@ -454,34 +437,12 @@ def _key_gradients(
         rows = _rows(projection, j, COUNT, DIM, INNER)
         along = dot(x, tl.trans(rows), tl.zeros((BLOCK, SOME), tl.float32), FULL)
         change, d_values = _key_changes(
-            along - half,
-            values,
-            means,
-            norms,
-            shifts,
-            d_means,
-            d_levels,
-            at,
-            real,
-            keep,
-            d_values,
-            VWIDTH,
-            FULL,
+            *(along - half, values, offsets, d_means, d_log),
+            *(at, real, keep, d_values, VWIDTH, FULL),
         )
         change2, d_values = _key_changes(
-            -along - half,
-            values,
-            means,
-            norms,
-            shifts,
-            d_means,
-            d_levels,
-            at + ROWS,
-            real,
-            keep,
-            d_values,
-            VWIDTH,
-            FULL,
+            *(-along - half, values, offsets, d_means, d_log),
+            *(at + ROWS, real, keep, d_values, VWIDTH, FULL),
         )
         gradient = dot(change - change2, rows, gradient, FULL)
         total += tl.sum(change + change2, 1)
@@ -503,8 +464,8 @@ def _constants(q: Tensor, v: Tensor, projection: Tensor) -> tuple[dict, dict]:
 
 def _shares(length: int, batch_heads: int, constants: dict) -> tuple[int, int, int]:
     """Parts of a sequence, their length, and the programs of one sequence."""
-    blocks = constants["ROWS"] // TILE["SOME"]
-    parts, share = parts_of(length, batch_heads * blocks, TILE["BLOCK"], PROGRAMS)
+    blocks = constants["ROWS"] // FEATURES["SOME"]
+    parts, share = parts_of(length, batch_heads * blocks, FEATURES["BLOCK"], PROGRAMS)
     return parts, share, parts * blocks
 
 
@@ -517,7 +478,7 @@ def forward(
     y: Tensor,
     projection: Tensor,
 ) -> list[Tensor]:
-    """Fill y; returns u, Σ φ(k), what was taken off, and s, which the gradients need."""
+    """Fill y; returns u, c and s, which the gradients need."""
     (batch, heads, n, _), m = k.shape, q.shape[2]
     constants, sizes = _constants(q, v, projection)
     parts, share, programs = _shares(n, batch * heads, constants)
@@ -525,16 +486,17 @@ def forward(
     shifts = torch.empty_like(norms)
     tensors = k, v, k if mask is None else mask, projection, sums, norms, shifts
     numbers = heads, n, share, *strides(k, v)
-    options = {**constants, "MASKED": mask is not None, **TILE}
+    options = {**constants, "MASKED": mask is not None, **FEATURES}
     launch(_keys, (programs, heads, batch), *tensors, *numbers, **options)
-    state = merged(sums, norms, shifts, sizes)
+    means, z, shift = merged(sums, norms, shifts, sizes)
+    offsets = torch.where(z > 0, shift + z.log(), HIDDEN.value)  # what no key has is below all
     levels = torch.empty(batch, heads, m, dtype=torch.float32, device=q.device)
     added = y if plus is None else plus
-    tensors = q, projection, added, y, *state, levels
+    tensors = q, projection, added, y, means, offsets, levels
     numbers = heads, m, *strides(q, added, y)
-    options = {**constants, "PLUS": plus is not None, **TILE}
-    launch(_queries, (ceil_div(m, TILE["BLOCK"]), heads, batch), *tensors, *numbers, **options)
-    return [*state, levels]
+    options = {**constants, "PLUS": plus is not None, **TOKENS}
+    launch(_queries, (ceil_div(m, TOKENS["BLOCK"]), heads, batch), *tensors, *numbers, **options)
+    return [means, offsets, levels]
 
 
 def backward(
@@ -552,21 +514,22 @@ def backward(
     """Fill dq, dk and dv."""
     (batch, heads, n, _), m = k.shape, q.shape[2]
     constants, sizes = _constants(q, v, projection)
-    inner = torch.empty_like(state[-1])
+    means, offsets, levels = state
+    inner = torch.empty_like(levels)
     tensors = q, projection, g, dq, *state, inner
     numbers = heads, m, *strides(q, g, dq)
-    grid = ceil_div(m, TILE["BLOCK"]), heads, batch
-    launch(_query_gradients, grid, *tensors, *numbers, **constants, **TILE)
+    grid = ceil_div(m, TOKENS["BLOCK"]), heads, batch
+    launch(_query_gradients, grid, *tensors, *numbers, **constants, **TOKENS)
     parts, share, programs = _shares(m, batch * heads, constants)
-    d_sums, d_levels = buffers(q, parts, sizes)
-    tensors = q, projection, g, *state, inner, d_sums, d_levels
+    d_sums, d_parts = buffers(q, parts, sizes)
+    tensors = q, projection, g, *state, inner, d_sums, d_parts
     numbers = heads, m, share, *strides(q, g)
-    launch(_feature_gradients, (programs, heads, batch), *tensors, *numbers, **constants, **TILE)
-    d_state = merged(d_sums, d_levels, None, sizes)
-    means, norms, shifts, _ = state
-    tensors = k, v, k if mask is None else mask, projection, dk, dv, means, norms, shifts, *d_state
+    grid = programs, heads, batch
+    launch(_feature_gradients, grid, *tensors, *numbers, **constants, **FEATURES)
+    d_means, d_offsets = merged(d_sums, d_parts, None, sizes)
+    d_log = d_offsets - (means * d_means).sum(-1)
+    tensors = k, v, k if mask is None else mask, projection, dk, dv, offsets, d_means, d_log
     numbers = heads, n, *strides(k, v, dk, dv)
-    options = {**constants, "MASKED": mask is not None, **TILE}
-    launch(
-        _key_gradients, (ceil_div(n, TILE["BLOCK"]), heads, batch), *tensors, *numbers, **options
-    )
+    options = {**constants, "MASKED": mask is not None, **TOKENS}
+    grid = ceil_div(n, TOKENS["BLOCK"]), heads, batch
+    launch(_key_gradients, grid, *tensors, *numbers, **options)

@@ -51,7 +51,7 @@ def tile_width(n: int) -> int:
     return max(16, power_of_2(n))
 
 
-FAVOR_ROWS = 32  # of a projection that a program of FAVOR+ takes at a time
+FAVOR_ROWS = 64  # of a projection that a program of FAVOR+ takes at a time
 
 
 def favor_features(rows: int) -> int:

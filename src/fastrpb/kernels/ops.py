@@ -134,8 +134,8 @@ def _attention_state(
     else:
         features = tile_width(k.shape[3]) if projection is None else favor_features(len(projection))
         rows = *k.shape[:2], features
-        shapes = [(*rows, tile_width(v.shape[3])), rows, rows]
-        shapes += [] if projection is None else [q.shape[:3]]
+        last = rows if projection is None else q.shape[:3]
+        shapes = [(*rows, tile_width(v.shape[3])), rows, last]
     return [k.new_empty(x, dtype=torch.float32) for x in shapes]
 
 
