@@ -91,4 +91,5 @@ def main() -> None:
     print(len(seen), "kernels")
 
 
-main()
+if __name__ == "__main__":
+    main()
