@@ -244,7 +244,7 @@ def test_alibi_slopes_and_logits():
     assert logits[2, 3, 7] == logits[2, 7, 3] == -4 / 8
 
 
-@pytest.mark.parametrize(("m", "n"), [(9, 9), (1, 20), (8, 9), (1, 1)])
+@pytest.mark.parametrize(("m", "n"), [(9, 9), (1, 20)])
 def test_a_compiled_relative_key_query_is_the_same(m, n):
     rpe = RelativeKeyQuery(4, 20).double()
     q, k = (torch.randn(2, 3, x, 4, dtype=torch.float64, requires_grad=True) for x in (m, n))
