@@ -95,7 +95,7 @@ def test_favor_plus_in_other_dtypes(stored, tokens, values):
 
 def test_maps_of_ones_own_are_plain_torch():
     class Own(FavorPlus):
-        pass
+        """It may override what the kernels know."""
 
     x = rand(1, 1, 5, 4)
     with pytest.raises(ValueError, match="got Own"):

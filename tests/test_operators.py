@@ -142,7 +142,10 @@ def test_the_other_operators_are_registered_correctly():
     q, k, v = rand(3, 2, 1, 16, 4, dtype=torch.float16)
     rows, kept = rand(5, 4), masks(2, 16)
     for mask, projection, kind, causal in (
-        *((None, None, 0, False), (kept, None, 0, True), (kept, rows, 4, False)),
+        (None, None, 0, False),
+        (kept, None, 0, False),
+        (kept, None, 0, True),
+        (kept, rows, 4, False),
     ):
         inputs = q, k, v, mask, q, projection, kind, causal, False
         opcheck(torch.ops.fastrpb.linear_attention_triton.default, inputs)

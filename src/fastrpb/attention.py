@@ -73,9 +73,7 @@ def softmax_attention(
             q, k, v, dropout_p=dropout, is_causal=causal
         )
     visible = _visible(q, k, mask, causal)
-    if mask is not None:  # a weight of 0 times NaN would be NaN
-        hidden = ~mask[..., None, :, None]
-        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+    k, v = _kept(k, mask), _kept(v, mask)
     if logits is None:
         attn_mask = visible
     else:
@@ -157,10 +155,7 @@ def linear_attention(
     kind = _KINDS[type(phi)]
     projection = phi.projection if isinstance(phi, FavorPlus) else None
     if isinstance(phi, DPFP):  # its features are few, and the kernel takes them as they are
-        wide_q, wide_k = _widened(q, k)
-        if mask is not None:
-            wide_k = wide_k.masked_fill(~mask[..., None, :, None], 0)
-        q, k = (phi.features(x).to(v.dtype) for x in (wide_q, wide_k))
+        q, k = (phi.features(x).to(v.dtype) for x in _widened(q, _kept(k, mask)))
     lead = v.shape[:-3]
     q, k, v = (x.reshape(lead.numel(), *x.shape[-3:]) for x in (q, k, v))
     mask = None if mask is None else mask.reshape(lead.numel(), -1)
@@ -172,9 +167,7 @@ def linear_attention(
 def _plain(phi: Phi, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     dtype = v.dtype
     with torch.autocast(v.device.type, enabled=False):
-        q, k, v = _widened(q, k, v)
-        if mask is not None:  # else a gradient of 0 times NaN would be NaN
-            k = k.masked_fill(~mask[..., None, :, None], 0)
+        q, k, v = _widened(q, _kept(k, mask), v)
         values = _with_ones(v, mask)
         if not causal:
             phi_q, phi_k = phi(q, k, mask)
@@ -187,7 +180,7 @@ def _plain(phi: Phi, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causa
 def _fits(phi: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     """Whether the kernels know the map, and have room for that many channels."""
     kind, dim, v_dim = _KINDS.get(type(phi)), q.shape[-1], v.shape[-1]
-    most = _FUSED_DIM if v.dtype in ops.HALF else _FUSED_DIM_FLOAT32
+    most = _most_channels(v)
     fits = kind is not None
     if kind == _PROJECTED:
         fits = dim == phi.dim and not phi.projection.requires_grad
@@ -204,6 +197,10 @@ def _fits(phi: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     )
 
 
+def _most_channels(v: Tensor) -> int:
+    return _FUSED_DIM if v.dtype in ops.HALF else _FUSED_DIM_FLOAT32
+
+
 def _use_triton(impl: str, phi: Phi, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     if impl not in get_args(AttentionImpl):
         options = ", ".join(get_args(AttentionImpl))
@@ -216,7 +213,7 @@ def _use_triton(impl: str, phi: Phi, q: Tensor, k: Tensor, v: Tensor, causal: bo
             f"impl='triton' needs a GPU and the package triton, v is on {v.device}; use impl='auto'"
         )
     if not fits:
-        most = _FUSED_DIM if v.dtype in ops.HALF else _FUSED_DIM_FLOAT32
+        most = _most_channels(v)
         raise ValueError(
             f"impl='triton' is for sikf, elu1, relu and FavorPlus up to {most} channels, for DPFP "
             f"up to {most} features and not in float16, the last two not causal, no float64, and "
@@ -407,8 +404,12 @@ def linear_attention_step(
 
 def _with_ones(v: Tensor, mask: Tensor | None) -> Tensor:
     """[v, 1], so that one product gives numerator and denominator; zero where masked."""
-    values = torch.nn.functional.pad(v, (0, 1), value=1.0)
-    return values if mask is None else values.masked_fill(~mask[..., None, :, None], 0)
+    return _kept(torch.nn.functional.pad(v, (0, 1), value=1.0), mask)
+
+
+def _kept(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Keys or values, zero where masked: a weight or a gradient of 0 times NaN would be NaN."""
+    return x if mask is None else x.masked_fill(~mask[..., None, :, None], 0)
 
 
 def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:

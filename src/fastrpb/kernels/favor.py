@@ -9,10 +9,9 @@ kernels scale r instead. Normalised as in `linear`, with f for a row and a sign,
 features attend to the keys, then queries to the features; |q|² cancels. Each takes its largest
 logarithm off as it goes, along the rows of a tile, be they features or queries. There are many
 features, so that programs take SOME rows of the projection at a time, for both signs, and compute
-features anew rather than store them. Backward, with g the
-gradient of y: t = g·uᵀ, e_n = Σ_f p·t, d log p = p(t - e), dq = Σ_f d log p·f, du = pᵀ·g,
-dc = Σ_n d log p; then d log a = a(v·duᵀ + dc - u·du), dv = a·du and
-dk = Σ_f d log a·f - k·Σ_f d log a.
+features anew rather than store them. Backward, with g the gradient of y: t = g·uᵀ, e_n = Σ_f p·t,
+d log p = p(t - e), dq = Σ_f d log p·f, du = pᵀ·g, dc = Σ_n d log p; then
+d log a = a(v·duᵀ + dc - u·du), dv = a·du and dk = Σ_f d log a·f - k·Σ_f d log a.
 """
 
 import torch
@@ -213,16 +212,7 @@ def _queries(
 
 
 @triton.jit
-def _seen(
-    along,
-    upstream,
-    level,
-    means,
-    offsets,
-    at,
-    VWIDTH: tl.constexpr,
-    FULL: tl.constexpr,
-):
+def _seen(along, upstream, level, means, offsets, at, VWIDTH: tl.constexpr, FULL: tl.constexpr):
     """The weights p of some features, and t."""
     p = tl.exp(along + tl.load(offsets + at)[None, :] - level)
     u = _values(means, at, VWIDTH)
