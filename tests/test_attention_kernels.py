@@ -23,8 +23,11 @@ linear = pytest.importorskip("fastrpb.kernels.linear")
 PHIS = pytest.mark.parametrize("phi", [sikf, elu1, relu], ids=["sikf", "elu1", "relu"])
 
 
-def assert_attention_as_good_as_plain(q, k, v, *, plus=False, **options):
-    """Values and gradients against the definition, in float64; `plus` is added in the kernel."""
+def assert_attention_as_good_as_plain(q, k, v, *, plus=False, largest_exponent=3.0, **options):
+    """Values and gradients against the definition, in float64; `plus` is added in the kernel.
+
+    The kernels compute exp(x) as 2^(x·log₂e), whose exponent float32 rounds by |x|·2⁻²⁴.
+    """
     dtype, batch, n = v.dtype, k.shape[0], k.shape[2]
     mask = options.get("mask")
     hidden = torch.zeros(batch, n, dtype=torch.bool, device=DEVICE) if mask is None else ~mask
@@ -47,7 +50,7 @@ def assert_attention_as_good_as_plain(q, k, v, *, plus=False, **options):
         return [error(a, b) for a, b in zip(got, (exact, *exact_grads), strict=True)]
 
     for fast, plain in zip(errors("triton"), errors("torch"), strict=True):
-        assert fast <= 2 * plain + 2e-7
+        assert fast <= 2 * plain + largest_exponent * 2**-24
 
 
 @PHIS
@@ -73,7 +76,10 @@ def test_favor_plus(features, dtype, masked):
     phi = FavorPlus(20, features).to(DEVICE)
     q, k, v = (3 * rand(2, 1, m, d, dtype=dtype) for m, d in ((70, 20), (150, 20), (150, 24)))
     mask = masks(2, 150) if masked else None
-    assert_attention_as_good_as_plain(q, k, v, phi=phi, mask=mask, plus=True)
+    largest = max(float(phi.log_features(x.float()).abs().max()) for x in (q, k))
+    assert_attention_as_good_as_plain(
+        q, k, v, phi=phi, mask=mask, plus=True, largest_exponent=largest
+    )
 
 
 @pytest.mark.parametrize(
