@@ -28,7 +28,7 @@ def compiled(function, **options):
 
 
 def coins(*size, dropped, seed=(1, 2)):
-    return torch.ops.fastrpb.coins_triton(torch.tensor(seed, device=DEVICE), size, dropped)
+    return dropout._coins(torch.tensor(seed, device=DEVICE), size, dropped)
 
 
 def sigmas(keep, p):
@@ -45,13 +45,12 @@ def correlation(x, y, p):
 @pytest.mark.parametrize("dropped", [0, 1, 6554, 32768, 65535, SIDES])
 def test_the_rate(dropped):
     keep, p = coins(2**19, dropped=dropped), 1 - dropped / SIDES
-    assert keep.dtype == torch.bool
     assert sigmas(keep, p) < 5 if 0 < p < 1 else keep.float().mean() == p
 
 
 def test_coins_are_independent():
     keep, p = coins(2**19, dropped=13107), 1 - 13107 / SIDES
-    for distance in (1, 2, 3, LANES, 1024, 8 * 1024):
+    for distance in (1, 2, 3, LANES, 1024, LANES * 1024):
         assert correlation(keep[distance:], keep[:-distance], p) < 5
     lanes = keep.view(-1, LANES)
     for i in range(LANES):
@@ -68,12 +67,11 @@ def test_seeds():
         assert correlation(a, coins(10_000, dropped=32768, seed=seed), 0.5) < 5
 
 
-@pytest.mark.parametrize("size", [(), (0,), (3, 0, 5), (1,), (7, 13), (3, 8191), (2, 4096)])
+@pytest.mark.parametrize("size", [(0,), (3, 0, 5), (1,), (7, 13), (3, 8191), (2, 4096)])
 def test_any_size(size):
     keep = coins(*size, dropped=32768)
     assert keep.shape == size
-    assert keep.is_contiguous()
-    assert set(keep.view(torch.uint8).flatten().tolist()) <= {0, 1}
+    assert keep.dtype == torch.bool
 
 
 def test_the_operator_is_registered_correctly():
@@ -116,10 +114,11 @@ def test_only_the_coins_are_kept_for_the_gradients(anywhere):
         kept.append((x.dtype, x.shape))
         return x
 
-    run = compiled(Dropout(0.5))
+    # What Inductor keeps, too: that partition into passes which keeps the least.
+    run = torch.compile(Dropout(0.5), backend="aot_eager_decomp_partition", fullgraph=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         run(rand(30, 40).requires_grad_())
-    assert kept == [(torch.bool, (30, 40))]
+    assert kept == [(torch.uint8, (30, 5))]
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -158,6 +157,7 @@ def test_what_no_coin_can_tell_from_0_or_1_is_that_of_torch(anywhere, p):
 def test_compiled_otherwise_it_is_that_of_torch(anywhere, monkeypatch):
     x = rand(100, 10)
     assert same(compiled(Dropout(0.5).eval()), nn.Identity(), x)
+    assert same(compiled(Dropout(0.5)), compiled(nn.Dropout(0.5)), x[0, 0])
     y = x.clone()
     assert compiled(Dropout(0.5, inplace=True))(y) is y
     assert not torch.equal(x, y)

@@ -33,7 +33,7 @@ from fastrpb.kernels.tiles import (
     strides,
 )
 
-FEATURES = {"BLOCK": 64, "SOME": FAVOR_ROWS, "num_warps": 4, "num_stages": 2}  # as rows of tiles
+FEATURES = {"BLOCK": 32, "SOME": FAVOR_ROWS, "num_warps": 4, "num_stages": 2}  # as rows of tiles
 TOKENS = {"BLOCK": 64, "SOME": 32, "num_warps": 4, "num_stages": 1}
 PROGRAMS = 1056  # fill a large GPU
 

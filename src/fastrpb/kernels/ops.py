@@ -254,7 +254,7 @@ def _(sums: Tensor, height: int, width: int, dtype: torch.dtype) -> Tensor:
 
 @_coins.register_fake
 def _(seed: Tensor, size: list[int], dropped: int) -> Tensor:
-    return seed.new_empty(size, dtype=torch.bool)
+    return seed.new_empty(size, dtype=torch.uint8)
 
 
 class ImageSums(torch.autograd.Function):
