@@ -19,8 +19,8 @@ $(READY): pyproject.toml constraints.txt
 run: $(READY)  ## Set up, train on the shipped digits without and with FastRPB, and compare
 	$(BIN)/fastrpb demo
 
-test: $(READY)  ## Set up and run the whole suite
-	$(BIN)/pytest
+test: $(READY)  ## Set up and run the whole suite, on as many cores as there are
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8
 
 test-browser: $(READY)  ## Look at the report in headless Chromium (Debian's package chromium)
 	$(BIN)/pytest -m browser

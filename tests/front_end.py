@@ -33,6 +33,7 @@ NAMES = {
     torch.float16: "fp16",
     torch.float32: "fp32",
     torch.bool: "i1",
+    torch.uint8: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
 }

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrpb.kernels import ops
+from fastrpb.kernels.autograd import apply
 
 
 class Dropout(nn.Dropout):
@@ -27,19 +28,41 @@ class Dropout(nn.Dropout):
         # torch computes one; and it knows how to record its own draws so that each replay has
         # another. Two words, since Inductor's may be of 32 bits.
         seed = torch.randint(2**31 - 1, (2,), device=input.device)
-        scale = ops.SIDES / (ops.SIDES - dropped)
-        return torch.where(_coins(seed, input.shape, dropped), input * scale, 0.0)
+        *lead, last = input.shape
+        # Not of the input: handed to an operator, it would have to be written to memory first.
+        coins = torch.ops.fastrpb.coins_triton(seed, [*lead, (last + 7) // 8], dropped)
+        return apply(_Dropped, input, coins, ops.SIDES / (ops.SIDES - dropped))
 
 
-def _coins(seed: Tensor, shape: torch.Size, dropped: int) -> Tensor:
-    """Bool of that shape, True with probability 1 - dropped/2¹⁶.
+class _Dropped(torch.autograd.Function):
+    """The input times `scale` where a coin shows 1, else 0; coins by the bits of bytes."""
 
-    Not of the input, which an operator that is handed it would have written to memory first.
-    """
-    *lead, last = shape
-    bits = torch.ops.fastrpb.coins_triton(seed, [*lead, (last + 7) // 8], dropped)
-    places = torch.arange(8, dtype=torch.uint8, device=seed.device)
-    return ((bits.unsqueeze(-1) >> places) & 1).flatten(-2)[..., :last] != 0
+    @staticmethod
+    def forward(x, coins, scale):
+        return torch.where(_shown(coins, x.shape[-1]), x * scale, 0.0)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, coins, ctx.scale = inputs
+        ctx.save_for_backward(coins)
+
+    @staticmethod
+    def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (coins,) = ctx.saved_tensors
+        # By another formula than before: of two equal ones torch would keep what the first gave,
+        # eight times as large, instead of the bits.
+        place = 1 << _places(coins)
+        keep = (coins.unsqueeze(-1) & place).flatten(-2)[..., : g.shape[-1]] != 0
+        return torch.where(keep, g * ctx.scale, 0.0), None, None
+
+
+def _shown(coins: Tensor, last: int) -> Tensor:
+    """Bool (..., last), a bit each."""
+    return ((coins.unsqueeze(-1) >> _places(coins)) & 1).flatten(-2)[..., :last] != 0
+
+
+def _places(coins: Tensor) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=coins.device)
 
 
 def _compiles_for_gpu(x: Tensor) -> bool:
