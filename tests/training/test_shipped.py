@@ -162,7 +162,7 @@ def test_the_cells_on_the_page_are_those_of_the_records(task):
 
 def test_the_readme_shows_the_cells_of_text():
     accuracy = cells(records("text.jsonl"), on_test("accuracy"))
-    names = ("softmax", "dpfp", "sikf", "relu")
+    names = ("softmax", "dpfp", "sikf", "relu", "favor")
     assert f"| {row('', *(ROWS[name] for name in names)).removeprefix('|  ')}" in README
     for label, position in (("no relative positions", "none"), ("FastRPB", "fastrpb")):
         assert row(label, *(accuracy[name, position] for name in names)) in README
