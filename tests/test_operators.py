@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,11 +22,13 @@ from fastrpb import (
     toeplitz_matmul_2d,
 )
 from fastrpb.kernels import ops
+from fastrpb.kernels.launch import launch
 from fastrpb.model import Classifier
 from fastrpb.model_config import ModelConfig
 from on_triton import DEVICE, error, masks, poisoned, rand  # noqa: F401, a fixture
 
 pytest.importorskip("fastrpb.kernels.direct", reason="needs triton")
+OutOfResources = pytest.importorskip("triton.runtime.errors").OutOfResources
 
 
 @pytest.mark.parametrize(
@@ -179,13 +182,85 @@ def test_compiles_to_one_graph(monkeypatch):
 @pytest.mark.skipif(DEVICE == "cuda", reason="compiled for the GPU by the other tests")
 def test_the_kernels_pass_the_front_end_of_the_compiler():
     """The interpreter does not know all that the compiler refuses."""
+    assert run_without_interpreter("front_end.py") > 100
+
+
+@pytest.mark.parametrize(("capability", "kilobytes", "dim"), [(80, 163, 128), (89, 99, 64)])
+def test_the_widest_kernels_fit_into_the_shared_memory_of_other_gpus(capability, kilobytes, dim):
+    """An A100 and an RTX 4090 have less than what the tiles were chosen for."""
+    assert run_without_interpreter("shared_memory.py", capability, kilobytes, dim) > 5
+
+
+def run_without_interpreter(script, *arguments):
+    """What a program of its own says first: how many kernels it compiled."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = str(Path(__file__).with_name("front_end.py"))
+    command = [sys.executable, Path(__file__).with_name(script), *arguments]
     run = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, check=False
+        [*map(str, command)], env=environment, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert int(run.stdout.split()[0]) > 100
+    return int(run.stdout.split()[0])
+
+
+class OnASmallGpu:
+    """Stands in for a kernel: its loops fit with so many stages, and it notes its launches."""
+
+    arg_names = ("x", "BLOCK")
+
+    def __init__(self, most):
+        self.most, self.launches = most, []
+
+    def __getitem__(self, grid):
+        def run(*args, num_stages=None, **_):
+            if num_stages is not None and num_stages > self.most:
+                raise OutOfResources(200_000, 101_376, "shared memory")
+            self.launches.append(num_stages)
+            return self
+
+        return run
+
+
+@pytest.mark.parametrize(("stages", "most", "used"), [(4, 4, 4), (4, 2, 2), (1, 1, 1)])
+def test_launches_with_the_stages_that_fit(stages, most, used):
+    kernel, x = OnASmallGpu(most), rand(3)
+    for _ in range(2):  # the second time it is remembered
+        launch(kernel, (1,), x, BLOCK=16, num_stages=stages)
+    assert kernel.launches == [used, None]
+
+
+@pytest.mark.parametrize(
+    ("properties", "room"),
+    [
+        ({"major": 7, "shared_memory_per_block_optin": 65_536}, 0),
+        ({"major": 8, "shared_memory_per_block_optin": 101_376}, 101_376),
+        ({"major": 8}, 49_152),  # an older torch does not say
+    ],
+)
+def test_the_room_of_a_gpu(properties, room, monkeypatch):
+    gpu = SimpleNamespace(shared_memory_per_block=49_152, **properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    assert ops._room(torch.device("cuda:0")) == room
+
+
+def test_heads_are_narrower_where_there_is_less_room(monkeypatch):
+    monkeypatch.setattr(ops, "room", lambda x: 101_376)
+    for dtype, most in ((torch.bfloat16, 64), (torch.float32, 32)):
+        x = rand(1, 1, 5, most, dtype=dtype)
+        linear_attention(x, x, x, phi=sikf, impl="triton")
+        x = rand(1, 1, 5, most + 1, dtype=dtype)
+        with pytest.raises(ValueError, match=f"up to {most} channels, .* got SIKF, {most + 1}"):
+            linear_attention(x, x, x, phi=sikf, impl="triton")
+
+
+def test_a_launch_without_stages_is_left_as_it_is():
+    kernel = OnASmallGpu(1)
+    launch(kernel, (1,), rand(3), BLOCK=16)
+    assert kernel.launches == [None]
+
+
+def test_what_does_not_fit_at_all_says_so():
+    with pytest.raises(OutOfResources, match="shared memory"):
+        launch(OnASmallGpu(0), (1,), rand(3), BLOCK=16, num_stages=3)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="trained on a GPU it is what tests of replays train")

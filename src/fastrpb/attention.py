@@ -38,7 +38,7 @@ _GIVEN, _PROJECTED = 3, 4
 _KINDS = {SIKF: 0, ELU1: 1, ReLU: 2, DPFP: _GIVEN, FavorPlus: _PROJECTED}
 _PROJECTION = 5  # its place among the inputs of the functions below
 _MOST_SEQUENCES = 65_535  # of a grid that is not causal
-_FUSED_DIM, _FUSED_DIM_FLOAT32 = 128, 64  # the most channels that fit into shared memory
+_FUSED_DIM, _FUSED_DIM_FLOAT32 = 128, 64  # the most channels that fit into `ops.ROOMY`
 
 
 def softmax_attention(
@@ -131,7 +131,8 @@ def linear_attention(
             `FastRPB`; what is fused saves a read and a write that way.
         impl: "triton" fuses it all on a GPU, for `sikf`, `elu1` and `relu` up to 128 channels (64
             in float32), and where not causal for `FavorPlus` and, up to as many features and not in
-            float16, `DPFP`. "torch" computes anything anywhere; "auto" fuses what it can.
+            float16, `DPFP`; up to half as many where a GPU has less than 160 KB of shared memory.
+            "torch" computes anything anywhere; "auto" fuses what it can.
 
     The causal form works in chunks: within one by the quadratic definition, across them by the
     sums so far, one a chunk.
@@ -198,7 +199,8 @@ def _fits(phi: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
 
 
 def _most_channels(v: Tensor) -> int:
-    return _FUSED_DIM if v.dtype in ops.HALF else _FUSED_DIM_FLOAT32
+    most = _FUSED_DIM if v.dtype in ops.HALF else _FUSED_DIM_FLOAT32
+    return most if ops.room(v) >= ops.ROOMY else most // 2
 
 
 def _use_triton(impl: str, phi: Phi, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
@@ -207,11 +209,9 @@ def _use_triton(impl: str, phi: Phi, q: Tensor, k: Tensor, v: Tensor, causal: bo
         raise ValueError(f"unknown impl={impl!r}; choose from {options}")
     fits = _fits(phi, q, k, v, causal)
     if impl != "triton":
-        return impl == "auto" and fits and v.is_cuda and ops.INSTALLED and bool(v.numel())
+        return impl == "auto" and fits and v.is_cuda and ops.runs_on(v) and bool(v.numel())
     if not ops.runs_on(v):
-        raise ValueError(
-            f"impl='triton' needs a GPU and the package triton, v is on {v.device}; use impl='auto'"
-        )
+        raise ValueError(f"impl='triton' needs {ops.NEEDS}, v is on {v.device}; use impl='auto'")
     if not fits:
         most = _most_channels(v)
         raise ValueError(

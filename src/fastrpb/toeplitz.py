@@ -291,9 +291,7 @@ def _use_triton(impl: str, w: Tensor, v: Tensor) -> bool:
     if impl != "triton":
         return impl == "auto" and v.is_cuda and ops.wins(w, v)
     if not ops.runs_on(v):
-        raise ValueError(
-            f"impl='triton' needs a GPU and the package triton, v is on {v.device}; use impl='auto'"
-        )
+        raise ValueError(f"impl='triton' needs {ops.NEEDS}, v is on {v.device}; use impl='auto'")
     if torch.float64 in (v.dtype, w.dtype):
         raise ValueError(
             f"impl='triton' has no float64, v is {v.dtype} and w {w.dtype}; use impl='auto'"

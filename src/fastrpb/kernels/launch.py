@@ -1,5 +1,6 @@
 """Launches of Triton kernels with less work on the CPU than Triton's own."""
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,13 +28,27 @@ def launch(kernel, grid: tuple[int, ...], *args: Tensor | float, **options: Any)
         compiled, constants = known
         compiled[(*grid, 1, 1)[:3]](*args, *constants)
         return None
-    compiled = kernel[grid](*args, **options)
+    compiled = _launched(kernel, grid, args, options)
     if compiled is not None:  # the interpreter compiles nothing
         if len(_COMPILED) >= _LIMIT:
             _COMPILED.clear()
         names = kernel.arg_names[len(args) :]
         _COMPILED[key] = compiled, tuple(options[name] for name in names)
     return None
+
+
+def _launched(kernel, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> Any:
+    """The compiled kernel, launched; with as many stages of its loops as shared memory holds.
+
+    They are chosen for 227 KB; an A100 has 163, most others 99.
+    """
+    from triton.runtime.errors import OutOfResources  # noqa: PLC0415, ops must not need Triton
+
+    while options.get("num_stages", 1) > 1:
+        with suppress(OutOfResources):
+            return kernel[grid](*args, **options)
+        options = {**options, "num_stages": options["num_stages"] - 1}
+    return kernel[grid](*args, **options)
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -25,16 +25,32 @@ WIDEST_LINE = 64  # pixels, so that tiles hold whole rows
 SIDES = 2**16  # of a coin: it shows 16 bits
 HALF = (torch.float16, torch.bfloat16)
 INSTALLED = importlib.util.find_spec("triton") is not None
+NEEDS = "a GPU of compute capability 8.0 (Ampere) or more and the package triton"
+ROOMY = 160 * 1024  # bytes of shared memory for the widest heads: an A100 has them, an RTX has not
 
 
 def runs_on(x: Tensor) -> bool:
-    """Whether Triton can compute with x here: on a GPU, or anywhere in its interpreter."""
-    return INSTALLED and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
+    """Whether Triton can compute with x here: see `NEEDS`; or anywhere in its interpreter."""
+    on_gpu = x.is_cuda and room(x) > 0
+    return INSTALLED and (on_gpu or os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def room(x: Tensor) -> int:
+    """Bytes of shared memory of the GPU where x is, 0 if it is too old; elsewhere enough."""
+    return _room(x.device) if x.is_cuda else ROOMY
+
+
+def _room(gpu: torch.device) -> int:
+    properties = torch.cuda.get_device_properties(gpu)
+    if properties.major < 8:  # its tensor cores know no bfloat16
+        return 0
+    usual = properties.shared_memory_per_block  # of which kernels may ask for more
+    return getattr(properties, "shared_memory_per_block_optin", usual)
 
 
 def wins(w: Tensor, v: Tensor) -> bool:
     """Whether these operators are the fastest for a product on a GPU: in half precisions."""
-    fits = INSTALLED and v.dtype in HALF and w.dtype != torch.float64
+    fits = runs_on(v) and v.dtype in HALF and w.dtype != torch.float64
     return fits and (v.dtype == torch.bfloat16 or w.shape[-1] <= FLOAT16_LIMIT)
 
 
