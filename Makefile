@@ -26,7 +26,7 @@ test-browser: $(READY)  ## Look at the report in headless Chromium (Debian's pac
 	$(BIN)/pytest -m browser
 
 test-gpu: $(READY)  ## Run the tests of the kernels on this machine's GPU
-	$(BIN)/pytest tests/test_kernels.py tests/test_operators.py tests/test_attention_kernels.py
+	$(BIN)/pytest tests/test_kernels.py tests/test_operators.py tests/test_attention_kernels.py tests/test_dropout.py
 
 lint: $(READY)  ## Check style and types
 	$(BIN)/ruff check .

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from fastrpb.kernels import ops
-from fastrpb.kernels.autograd import apply
 
 
 class Dropout(nn.Dropout):
@@ -31,7 +30,7 @@ class Dropout(nn.Dropout):
         *lead, last = input.shape
         # Not of the input: handed to an operator, it would have to be written to memory first.
         coins = torch.ops.fastrpb.coins_triton(seed, [*lead, (last + 7) // 8], dropped)
-        return apply(_Dropped, input, coins, ops.SIDES / (ops.SIDES - dropped))
+        return _Dropped.apply(input, coins, ops.SIDES / (ops.SIDES - dropped))
 
 
 class _Dropped(torch.autograd.Function):
@@ -66,4 +65,4 @@ def _places(coins: Tensor) -> Tensor:
 
 
 def _compiles_for_gpu(x: Tensor) -> bool:
-    return ops.INSTALLED and x.is_cuda and torch.compiler.is_compiling()
+    return torch.compiler.is_compiling() and x.is_cuda and ops.runs_on(x)

@@ -37,21 +37,23 @@ def runs_on(x: Tensor) -> bool:
 
 def room(x: Tensor) -> int:
     """Bytes of shared memory of the GPU where x is, 0 if it is too old; elsewhere enough."""
-    return _room(x.device) if x.is_cuda else ROOMY
+    # Traced for a GPU there may be none.
+    return _room(x.device) if x.is_cuda and torch.cuda.is_available() else ROOMY
 
 
 def _room(gpu: torch.device) -> int:
     properties = torch.cuda.get_device_properties(gpu)
     if properties.major < 8:  # its tensor cores know no bfloat16
         return 0
-    usual = properties.shared_memory_per_block  # of which kernels may ask for more
+    usual = properties.shared_memory_per_block  # and all there is, but for those of NVIDIA
     return getattr(properties, "shared_memory_per_block_optin", usual)
 
 
 def wins(w: Tensor, v: Tensor) -> bool:
     """Whether these operators are the fastest for a product on a GPU: in half precisions."""
-    fits = runs_on(v) and v.dtype in HALF and w.dtype != torch.float64
-    return fits and (v.dtype == torch.bfloat16 or w.shape[-1] <= FLOAT16_LIMIT)
+    fits = v.dtype in HALF and w.dtype != torch.float64
+    fits = fits and (v.dtype == torch.bfloat16 or w.shape[-1] <= FLOAT16_LIMIT)
+    return fits and runs_on(v)
 
 
 def heads_inside(v: Tensor) -> bool:
