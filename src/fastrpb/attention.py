@@ -207,12 +207,12 @@ def _use_triton(impl: str, phi: Phi, q: Tensor, k: Tensor, v: Tensor, causal: bo
     if impl not in get_args(AttentionImpl):
         options = ", ".join(get_args(AttentionImpl))
         raise ValueError(f"unknown impl={impl!r}; choose from {options}")
-    fits = _fits(phi, q, k, v, causal)
     if impl != "triton":
-        return impl == "auto" and fits and v.is_cuda and ops.runs_on(v) and bool(v.numel())
+        there = impl == "auto" and v.is_cuda and ops.runs_on(v) and bool(v.numel())
+        return there and _fits(phi, q, k, v, causal)
     if not ops.runs_on(v):
         raise ValueError(f"impl='triton' needs {ops.NEEDS}, v is on {v.device}; use impl='auto'")
-    if not fits:
+    if not _fits(phi, q, k, v, causal):
         most = _most_channels(v)
         raise ValueError(
             f"impl='triton' is for sikf, elu1, relu and FavorPlus up to {most} channels, for DPFP "

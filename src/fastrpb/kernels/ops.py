@@ -7,6 +7,7 @@ another order than it was traced with, and relies on results in the order of the
 
 import importlib.util
 import os
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -37,16 +38,23 @@ def runs_on(x: Tensor) -> bool:
 
 def room(x: Tensor) -> int:
     """Bytes of shared memory of the GPU where x is, 0 if it is too old; elsewhere enough."""
-    # Traced for a GPU there may be none.
-    return _room(x.device) if x.is_cuda and torch.cuda.is_available() else ROOMY
+    if not x.is_cuda:
+        return ROOMY
+    # Asked before every launch, where microseconds count; Dynamo asks once, and dislikes caches.
+    return _room(x.device) if torch.compiler.is_compiling() else _known_room(x.device)
 
 
 def _room(gpu: torch.device) -> int:
+    if not torch.cuda.is_available():  # what is traced for one
+        return ROOMY
     properties = torch.cuda.get_device_properties(gpu)
     if properties.major < 8:  # its tensor cores know no bfloat16
         return 0
     usual = properties.shared_memory_per_block  # and all there is, but for those of NVIDIA
     return getattr(properties, "shared_memory_per_block_optin", usual)
+
+
+_known_room = cache(_room)
 
 
 def wins(w: Tensor, v: Tensor) -> bool:
