@@ -53,6 +53,7 @@ from fastrpb.state_dicts import StateDicts
 
 TRACKERS = ("tensorboard", "wandb")
 _LENGTHS = 64  # compiled batches have a multiple of so many tokens: few shapes to record
+_FEW = 0.01  # of the sequences padded: most compiled batches then do without masks
 _REPORT_EVERY = 10  # steps; the loss is read only then, so that a GPU need not wait at each step
 
 
@@ -167,6 +168,7 @@ class _Trainer:
         self.signals: list[int] = []
         self.data = data
         self.batches = self._train_batches()
+        self.masked = config.compile and _padded(data.train) > _FEW  # or two programs
         self.steps = config.steps or (config.epochs or 0) * len(self.batches)
         self.eval_every = config.eval_every or len(self.batches)
         seed_from("weights", config.seed)
@@ -265,12 +267,11 @@ class _Trainer:
         self.window.begin()
         chunks = (x.chunk(config.accumulate) for x in batch)
         parts = [Batch(*part) for part in zip(*chunks, strict=True)]
-        masked = config.compile and not config.model.image  # compiled once, not with and without
         for part in parts:
             # The processes share their gradients once, after the last part.
             last = part is parts[-1]
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                values = compute(*to_device(part, self.accelerator.device, masked))
+                values = compute(*to_device(part, self.accelerator.device, self.masked))
             self.window.add(state.step, values / len(batch.labels))
         if config.clip is not None:
             self.accelerator.clip_grad_norm_(self.model.parameters(), config.clip)
@@ -470,6 +471,12 @@ class _Window:
 class _Stop(Exception):  # noqa: N818
     def __init__(self, number: int):
         self.number = number
+
+
+def _padded(split: Split) -> float:
+    """The share of sequences that are shorter than the longest."""
+    lengths = split.lengths
+    return (lengths < lengths.max()).double().mean().item()
 
 
 def _compile(model: Any, config: RunConfig) -> None:

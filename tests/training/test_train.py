@@ -34,7 +34,7 @@ from fastrpb.presets import preset
 from fastrpb.run import Run
 from fastrpb.train import DivergedError, Interruption, _compile, train
 from runs import PAIRS_OF_PAPERS
-from samples import write_papers
+from samples import write_papers, write_reviews
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -582,3 +582,23 @@ def test_pairs_of_documents(tmp_path, monkeypatch):
     train(config, tmp_path / "few", data_dir=tmp_path / "aan", cpu=True)
     assert sorted(shapes) == [(1, 2, 12), (1, 2, 13), (1, 2, 13)]
     torch.testing.assert_close(weights(tmp_path / "few"), weights(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(("few", "alike"), [(0.01, False), (1.0, True)])
+def test_one_compiled_program_or_one_without_masks_as_well(tmp_path, monkeypatch, few, alike):
+    monkeypatch.setenv("FASTRPB_CACHE", str(tmp_path / "cache"))
+    write_reviews(tmp_path / "imdb")
+    padded, masked = [], []
+
+    def noted(model, tokens, mask=None):
+        masked.append(mask is not None)
+        padded.append(tokens.eq(255).any().item())
+        return classify(model, tokens, mask)
+
+    monkeypatch.setattr("fastrpb.train.classify", noted)
+    monkeypatch.setattr("fastrpb.train._FEW", few)
+    monkeypatch.setattr("fastrpb.train._compile", lambda *_: None)
+    config = override(preset("text"), {**PAIRS_OF_PAPERS, "steps": 12, "compile": True})
+    train(config, tmp_path / "run", data_dir=tmp_path / "imdb", cpu=True)
+    assert len(set(padded)) == 2
+    assert masked == (padded if alike else 12 * [True])
