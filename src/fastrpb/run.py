@@ -169,11 +169,15 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         return list(read_lines(self.metrics_file))
 
-    def rewind(self, step: int) -> None:
-        """Forget what was logged after a step, and parts of files that a killed process left."""
+    def rewind(self, step: int, validated: int) -> None:
+        """Forget what was logged after a step, or of validation after that of another one.
+
+        And parts of files that a killed process left.
+        """
         for part in self.folder.rglob("*.part"):
             part.unlink()
-        kept = [line for line in self.metrics() if line.get("step", 0) <= step]
+        last = {True: validated, False: step}
+        kept = [x for x in self.metrics() if x.get("step", 0) <= last["validation" in x]]
         with replacing(self.metrics_file) as part:
             part.write_text("".join(json.dumps(line) + "\n" for line in kept))
 

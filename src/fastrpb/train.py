@@ -203,7 +203,7 @@ class _Trainer:
         self._restore()
         if self.accelerator.is_main_process:
             with self._writing():
-                self.run.rewind(self.state.step)
+                self.run.rewind(self.state.step, self.state.validated)
         if self.accelerator.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         purge = {"tensorboard": {"purge_step": self.state.step + 1}}
@@ -217,10 +217,10 @@ class _Trainer:
         stream = itertools.chain.from_iterable(itertools.repeat(self.batches))
         try:
             while True:
+                if self._due(self.config.save_every):
+                    self._save()  # first: an evaluation may fail
                 if self._due(self.eval_every) and self.state.validated < self.state.step:
                     self._validate()
-                if self._due(self.config.save_every):
-                    self._save()
                 if self.state.step == self.steps:
                     return self._finish()
                 self._train_step(next(stream), compute)

@@ -24,6 +24,7 @@ from fastrpb.evaluate import (
     _scores,
     build,
     classify,
+    evaluate,
     evaluate_run,
     load_run,
     predict,
@@ -263,12 +264,37 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(small, tmp_path):
     assert_same(weights(tmp_path / "whole"), weights(folder))
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_loss_that_is_no_number_at_the_end(small, tmp_path, steps):
+@pytest.mark.parametrize(("steps", "saved"), [(1, 1), (2, 0)])
+def test_a_loss_that_is_no_number_at_the_end(small, tmp_path, steps, saved):
+    """That of an evaluation, of weights that are numbers still; that of a step."""
     config = small(steps=steps, learning_rate=1e30, warmup=0)
-    with pytest.raises(DivergedError, match="the state of step 0 is saved"):
+    with pytest.raises(DivergedError, match=f"the state of step {saved} is saved"):
         train(config, tmp_path / "run", cpu=True)
     assert Run(tmp_path / "run").result() is None
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_an_evaluation_that_fails_loses_nothing(small, tmp_path, monkeypatch, failing):
+    """That of validation or of the test data, after the last step."""
+    config, folder = small(steps=20, eval_every=20, save_every=1000, keep="best"), tmp_path / "run"
+    calls = []
+
+    def fails(*args):
+        calls.append(args)
+        if len(calls) == failing:
+            raise ValueError("no memory")
+        return evaluate(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fastrpb.train.evaluate", fails)
+        with pytest.raises(ValueError, match="no memory"):
+            train(config, folder, cpu=True)
+    seen = []
+    train(config, folder, cpu=True, on_progress=seen.append)
+    assert not seen  # no step was taken again
+    assert [x["step"] for x in Run(folder).metrics() if "validation" in x] == [20]
+    train(config, tmp_path / "whole", cpu=True)
+    assert_same(weights(tmp_path / "whole"), weights(folder))
 
 
 def stop_at(step):
