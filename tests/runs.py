@@ -1,5 +1,11 @@
 """Runs of a second."""
 
+import os
+import signal
+
+import torch
+from safetensors.torch import load_file
+
 from fastrpb.config import RunConfig, override
 from fastrpb.presets import preset
 
@@ -16,3 +22,21 @@ PAIRS_OF_PAPERS = {
 def small(**values) -> RunConfig:
     cell = {k: values.pop(k) for k in ("attention", "features", "position") if k in values}
     return override(preset("digits", **cell), {**SMALL, **values})
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, x in one.items():
+        assert torch.equal(x, other[name]), name
+
+
+def stop_at(step):
+    def stop(progress):
+        if progress.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return stop
