@@ -15,6 +15,8 @@ from fastrpb import (
     softmax_attention,
 )
 
+NOTHING = torch.zeros(2, 1, 2, 0, 3)  # queries and keys of no tokens
+
 
 def test_sinusoidal_entry_by_entry():
     table = SinusoidalPositions(50, 7)(torch.randn(1, 50, 7))
@@ -73,6 +75,8 @@ def test_rope_and_sines_stay_exact_far_out():
         (lambda: SineSPE(2, 3, num_realizations=0), "num_realizations=0"),
         (lambda: ConvSPE(2, 3, kernel_size=0), "kernel_size=0"),
         (lambda: ALiBi(3)(torch.randn(1, 3, 6, 4), torch.randn(1, 3, 5, 4)), "no more positions"),
+        (lambda: ConvSPE(2, 3)(*NOTHING), "q has an empty sequence"),
+        (lambda: RelativeKeyQuery(3, 9)(*NOTHING), "q has an empty sequence"),
     ],
 )
 def test_bad_input(call, words):

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from fastrpb.checks import check_floating, check_size, compute_dtype
+from fastrpb.checks import check_size, check_values, compute_dtype
 from fastrpb.toeplitz import toeplitz_matmul
 
 
@@ -121,7 +121,7 @@ class _SPE(nn.Module, ABC):
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """(batch, heads, length, dim) each → (batch, heads, length, R), new codes for each call."""
         for name, x in (("q", q), ("k", k)):
-            check_floating(name, x)
+            check_values(name, x)
         if q.shape[1] != self.num_heads or q.shape[-1] != self.dim or q.shape != k.shape:
             raise ValueError(
                 f"q and k must be (batch, {self.num_heads}, length, {self.dim}), "
@@ -407,6 +407,8 @@ def _angles(position: Tensor, dim: int, base: float) -> Tensor:
 
 
 def _lengths(q: Tensor, k: Tensor) -> tuple[int, int]:
+    for name, x in (("q", q), ("k", k)):
+        check_values(name, x)
     if q.shape[-2] > k.shape[-2] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"q {tuple(q.shape)} and k {tuple(k.shape)} must have one dim, and q no more positions"
