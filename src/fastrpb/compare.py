@@ -18,6 +18,7 @@ import torch
 
 from fastrpb.checks import check_choice
 from fastrpb.config import RunConfig, override
+from fastrpb.evaluate import load_data
 from fastrpb.files import reason_of
 from fastrpb.model_config import Position
 from fastrpb.presets import COLUMNS, ROWS, best, name_of, preset, row, with_row
@@ -102,6 +103,8 @@ def compare(
     folder = Path(folder)
     done = finished(configs, folder)
     todo = [config for config in dict.fromkeys(configs) if config not in done]
+    if todo or data_dir is not None:  # without, a table needs no data
+        _check_data(done, folder, data_dir)
     context = fresh_processes("fastrpb.train")
     places = _places(jobs)
     running: dict[Any, tuple[RunConfig, Any, str]] = {}  # by pipe
@@ -154,6 +157,22 @@ def finished(configs: Sequence[RunConfig], folder: Path) -> dict[RunConfig, dict
     records = {same_config(r.get("config", {})): r for r in read_lines(folder / "results.jsonl")}
     keys = {config: same_config(asdict(config)) for config in configs}
     return {config: records[key] for config, key in keys.items() if key in records}
+
+
+def _check_data(
+    done: dict[RunConfig, dict[str, Any]], folder: Path, data_dir: str | Path | None
+) -> None:
+    """That finished runs were trained and tested with these data."""
+    digests = {}
+    for config, record in done.items():
+        what = config.task, config.model.max_length, config.validation
+        if what not in digests:
+            digests[what] = load_data(config, data_dir).digest()
+        if record.get("data") not in (None, digests[what]):
+            raise ValueError(
+                f"{folder} has results of other data: {name_of(config)}; take the --data-dir of "
+                "then, or choose another folder by --out"
+            )
 
 
 class Cell(NamedTuple):

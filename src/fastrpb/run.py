@@ -82,6 +82,14 @@ class Run:
                 "resume without these changes, or begin another run"
             )
 
+    def check_data(self, begun: str | None, digest: str) -> None:
+        """That the data are those the run was begun with; older versions did not write it down."""
+        if begun not in (None, digest):
+            raise ValueError(
+                f"{self.folder} was begun with other data; resume with the --data-dir of then, or "
+                "begin another run"
+            )
+
     def _not_ours(self) -> ValueError:
         name = self.folder.name
         return ValueError(f"{name} comes with the package; train your own: --config {name}")

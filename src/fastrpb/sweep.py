@@ -57,9 +57,9 @@ def sweep(
         raise ValueError(f"trials={trials} must be at least 1")
     if not 0 < low < high < math.inf:
         raise ValueError(f"low={low:g} and high={high:g} must be positive, the first less")
-    load_data(config, data_dir)  # first, so that a missing file leaves no study
+    data = load_data(config, data_dir)  # first, so that a missing file leaves no study
     folder, worker = Path(folder), uuid4().hex
-    study = _open(config, folder)
+    study = _open(config, folder, data.digest())
 
     def objective(trial: optuna.Trial) -> float:
         trial.set_user_attr("worker", worker)  # before its rate: a trial with a rate has a worker
@@ -110,7 +110,7 @@ def _run(folder: Path, rate: float) -> Run:
     return Run(folder / f"rate-{rate!r}")
 
 
-def _open(config: RunConfig, folder: Path) -> optuna.Study:
+def _open(config: RunConfig, folder: Path, digest: str) -> optuna.Study:
     """The study of the folder, with the trials that were cut off in its queue again."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     folder.mkdir(parents=True, exist_ok=True)
@@ -128,12 +128,18 @@ def _open(config: RunConfig, folder: Path) -> optuna.Study:
         saved = study.user_attrs.get("config")
         if saved is None:
             study.set_user_attr("config", to_json(config))
+            study.set_user_attr("data", digest)
         else:
             changed = differences(from_json(saved, folder), config)
             if changed:
                 raise ValueError(
                     f"the study in {folder} searches another config: {'; '.join(changed)}; "
                     "choose another folder by --out"
+                )
+            if study.user_attrs.get("data", digest) != digest:
+                raise ValueError(
+                    f"the study in {folder} searches on other data; take the --data-dir of then, "
+                    "or choose another folder by --out"
                 )
         _queue_again(study, folder)
     return study

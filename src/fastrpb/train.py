@@ -129,7 +129,7 @@ def train(
         # Made before the folder, so that a config that cannot be leaves none.
         trainer = _Trainer(config, run, accelerator, data, on_progress, on_validation)
         with run.locked() if accelerator.is_main_process else nullcontext():
-            finished = _begin(run, config, accelerator)
+            finished = _begin(run, config, accelerator, trainer.digest)
             if finished is not None:
                 return finished
             try:
@@ -139,7 +139,9 @@ def train(
                 accelerator.end_training()
 
 
-def _begin(run: Run, config: RunConfig, accelerator: Accelerator) -> dict[str, Any] | None:
+def _begin(
+    run: Run, config: RunConfig, accelerator: Accelerator, digest: str
+) -> dict[str, Any] | None:
     """Open the folder, which the first process alone looks at; the record of a finished run."""
     finished = None
     if accelerator.is_main_process:
@@ -147,6 +149,7 @@ def _begin(run: Run, config: RunConfig, accelerator: Accelerator) -> dict[str, A
         finished = run.result() if run.model_file.exists() else None
         if finished is not None:
             run.check(finished["config"], config)
+            run.check_data(finished.get("data"), digest)
             run.finish(finished)
     return broadcast_object_list([finished])[0]
 
@@ -166,7 +169,7 @@ class _Trainer:
         self.config, self.run, self.accelerator = config, run, accelerator
         self.on_progress, self.on_validation = on_progress, on_validation
         self.signals: list[int] = []
-        self.data = data
+        self.data, self.digest = data, data.digest()
         self.batches = self._train_batches()
         self.masked = config.compile and _padded(data.train) > _FEW  # or two programs
         self.steps = config.steps or (config.epochs or 0) * len(self.batches)
@@ -381,7 +384,7 @@ class _Trainer:
         tensors |= {f"optimizer.{name}": x for name, x in self.state_dicts.moments().items()}
         self.state.memory = max(self.state.memory, peak_memory(self.accelerator.device))
         state = {**asdict(self.state), "data": self.batches.state_dict()}
-        state["config"] = asdict(self.config)
+        state |= {"config": asdict(self.config), "digest": self.digest}
         if self.accelerator.scaler is not None:
             state["scaler"] = self.accelerator.scaler.state_dict()
         if self.accelerator.is_main_process:
@@ -395,6 +398,7 @@ class _Trainer:
         if self.accelerator.is_main_process and self.run.steps():
             tensors, state = self.run.load(self.run.steps()[-1])
             self.run.check(state.pop("config"), self.config)
+            self.run.check_data(state.pop("digest", None), self.digest)
         state = broadcast_object_list([state])[0]
         if state is None:
             return
@@ -419,6 +423,7 @@ class _Trainer:
         record = {
             "name": name_of(self.config),
             "config": asdict(self.config),
+            "data": self.digest,
             "metrics": {"validation": state.validation, "test": test._asdict()},
             "steps": self.steps,
             "weights_of_step": state.kept,

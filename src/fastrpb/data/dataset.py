@@ -1,5 +1,6 @@
 """What a task is and how its examples are held: tokens in one array, splits as indices into it."""
 
+import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -133,6 +134,17 @@ class Dataset:
     train: Split
     validation: Split
     test: Split
+
+    def digest(self) -> str:
+        """A hash of all that the splits hold, from whatever files it came."""
+        splits = self.train, self.validation, self.test
+        arrays = [x for s in splits for x in (s.sequences.starts, s.lengths, s.index, s.labels)]
+        shared = {s.sequences.tokens.data_ptr(): s.sequences.tokens for s in splits}
+        result = hashlib.blake2b(digest_size=8)
+        for array in (*shared.values(), *arrays):
+            result.update(f"{array.dtype} {tuple(array.shape)}".encode())
+            result.update(array.contiguous().numpy())
+        return result.hexdigest()
 
 
 def corpus(parts: Mapping[str, tuple[Sequence[bytes], Sequence[int]]]) -> dict[str, Split]:
