@@ -286,6 +286,28 @@ def test_a_stream_of_the_bias_may_begin_with_many_tokens(first, prefix):
     assert not state.history.requires_grad
 
 
+def test_a_stream_of_the_bias_may_begin_within_the_prefix():
+    rpb = FastRPB(3, 20, causal=True, prefix=2, init=init.normal(1.0))
+    v = torch.randn(2, 3, 22, 4)
+    state = rpb.init_state(v)
+    parts = [rpb(x, state=state) for x in v.split([1, 1, 20], 2)]
+    torch.testing.assert_close(torch.cat(parts, 2), rpb(v), rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_that_cannot_go_on_a_stream_leave_it_as_it_is():
+    rpb, v = FastRPB(3, 20, causal=True, prefix=1), torch.randn(2, 3, 21, 4)
+    state = rpb.init_state(v)
+    begin = rpb(v[:, :, :15], state=state)
+    with pytest.raises(ValueError, match="7 tokens after 15 .* longer than max_length=20"):
+        rpb(v[:, :, :7], state=state)
+    with pytest.raises(ValueError, match="v has no tokens"):
+        rpb(v[:, :, :0], state=state)
+    with pytest.raises(ValueError, match="of a bias of max_length=20, this one has 30"):
+        rpb.resize(30)(v[:, :, 15:], state=state)
+    whole = torch.cat([begin, rpb(v[:, :, 15:], state=state)], 2)
+    torch.testing.assert_close(whole, rpb(v), rtol=1e-4, atol=1e-4)
+
+
 def test_streaming_bias_in_other_dtypes():
     for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float64, 1e-12)):
         rpb = FastRPB(3, 50, causal=True).to(dtype)

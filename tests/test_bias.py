@@ -1,4 +1,5 @@
 import copy
+import io
 import math
 import pickle
 from functools import partial
@@ -345,6 +346,35 @@ def test_state_dict_round_trip_and_other_lengths():
         FastRPB(3, 20, causal=True).load_state_dict(FastRPB(3, 12, causal=True).state_dict())
     with pytest.raises(RuntimeError, match=r"\(3, 15\) are not the \(3, 11\).*4×6 pixels"):
         FastRPB2d(3, 4, 6).load_state_dict(FastRPB2d(3, 8, 8).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        (lambda: FastRPB(2, 9, causal=True), lambda: FastRPB(2, 9, symmetric=True), "-8..0.* 0..8"),
+        (lambda: FastRPB(2, 17, causal=True), lambda: FastRPB(2, 9), "-16..0.* -8..8"),
+        (
+            lambda: FastRPB2d(2, 3, 5, kind="full"),
+            lambda: FastRPB2d(2, 3, 9, kind="full", symmetric=True),
+            "-2..2 by -4..4.* -2..2 by 0..8",
+        ),
+    ],
+)
+def test_weights_of_one_shape_and_other_distances(one, other, words):
+    for saved, mine in ((one(), other()), (other(), one())):
+        assert saved.w.shape == mine.w.shape
+        file = io.BytesIO()
+        torch.save(torch.nn.ModuleList([saved]).state_dict(), file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+        before = mine.w.clone()
+        with pytest.raises(RuntimeError, match="make it as that one was"):
+            torch.nn.ModuleList([mine]).load_state_dict(state)
+        assert torch.equal(mine.w, before)
+        mine.load_state_dict({"w": saved.w})  # of a file that knows no more
+        assert torch.equal(mine.w, saved.w)
+    with pytest.raises(RuntimeError, match=words.replace("..", r"\.\.")):
+        other().load_state_dict(one().state_dict())
 
 
 def test_weights_of_another_symmetry_are_refused():

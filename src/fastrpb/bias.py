@@ -182,12 +182,29 @@ class Bias(nn.Module, ABC):
             )
         check_mask(mask, (*v.shape[:-3], v.shape[-2]))
 
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # Beside the weights, as torch keeps its versions: causal and symmetric ones have one shape.
+        if hasattr(destination, "_metadata"):
+            destination._metadata[prefix[:-1]]["distances"] = self._bounds()
+
+    def _bounds(self) -> list[list[int]]:
+        return [[axis[0], axis[-1]] for axis in self._distances()]
+
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ):
         saved = state_dict.get(prefix + "w")
         if saved is not None and saved.shape != self.w.shape:
             error_msgs.append(f"{prefix}w: {self._mismatch(saved.shape)}")
+            return
+        mine, its = self._bounds(), local_metadata.get("distances")
+        if saved is not None and its not in (None, mine):
+            theirs, ours = (" by ".join(f"{a}..{b}" for a, b in x) for x in (its, mine))
+            error_msgs.append(
+                f"{prefix}w: the saved weights are of the distances {theirs}, those of this bias "
+                f"are {ours}; make it as that one was"
+            )
             return
         super()._load_from_state_dict(
             state_dict,
@@ -317,7 +334,7 @@ class FastRPB(Bias):
         if state is None:
             return super().forward(v, mask)
         self._check_stream(v, mask, state)
-        if not state.tokens:
+        if not state.tokens and v.shape[-2] > self.prefix:
             y = super().forward(v, mask)
             self._begin(v, mask, state)
             return y
@@ -370,8 +387,6 @@ class FastRPB(Bias):
             raise ValueError(f"a step takes one token, got {v.shape[-2]}")
         history, pending, n = state.history, state.pending, self.max_length
         t = state.tokens - self.prefix
-        if t == n:
-            raise ValueError(f"the stream is longer than max_length={n}; see resize()")
         state.tokens += 1
         if t < 0:
             return torch.zeros_like(v), state
@@ -403,9 +418,21 @@ class FastRPB(Bias):
         if not self.causal:
             raise ValueError("only a causal bias can run step by step; pass causal=True")
         self._check(v, mask)
-        size = v.shape if state is None else state.history.shape
-        if size[:-2] != v.shape[:-2] or size[-1] != v.shape[-1]:
-            raise ValueError(f"the state is of a stream like {tuple(size)}, v is {tuple(v.shape)}")
+        if state is None:
+            return
+        (*lead, length, dim), n = state.history.shape, self.max_length
+        if lead != [*v.shape[:-2]] or dim != v.shape[-1]:
+            size = tuple(state.history.shape)
+            raise ValueError(f"the state is of a stream like {size}, v is {tuple(v.shape)}")
+        if length != n:
+            raise ValueError(f"the state is of a bias of max_length={length}, this one has {n}")
+        if not v.shape[-2]:
+            raise ValueError("v has no tokens to go on with")
+        if state.tokens + v.shape[-2] - self.prefix > n:
+            raise ValueError(
+                f"{v.shape[-2]} tokens after {state.tokens} make the stream longer than "
+                f"max_length={n}; see resize()"
+            )
 
     @torch.no_grad()
     def resize(self, max_length: int) -> "FastRPB":
