@@ -298,7 +298,7 @@ def test_tokens_that_cannot_go_on_a_stream_leave_it_as_it_is():
     rpb, v = FastRPB(3, 20, causal=True, prefix=1), torch.randn(2, 3, 21, 4)
     state = rpb.init_state(v)
     begin = rpb(v[:, :, :15], state=state)
-    with pytest.raises(ValueError, match="7 tokens after 15 .* longer than max_length=20"):
+    with pytest.raises(ValueError, match=r"7 tokens after 15 .* longer than max_length=20"):
         rpb(v[:, :, :7], state=state)
     with pytest.raises(ValueError, match="v has no tokens"):
         rpb(v[:, :, :0], state=state)

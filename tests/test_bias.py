@@ -425,7 +425,7 @@ V = torch.randn(2, 3, 10, 4)
     [
         (lambda: FastRPB(0, 10), ValueError, "num_heads=0"),
         (lambda: FastRPB(3, 0), ValueError, "max_length=0"),
-        (lambda: FastRPB(3, 10, prefix=-1), ValueError, "prefix=-1"),
+        (lambda: FastRPB(3, 10, prefix=-1), ValueError, "prefix=-1 must be at least 0"),
         (lambda: FastRPB(3, 10, causal=True, symmetric=True), ValueError, "causal.*symmetric"),
         (lambda: FastRPB(3, 10, init=init.local(2, 1)), ValueError, "shortest.*2 and 1"),
         (lambda: FastRPB(3, 10, envelope=(0, 1)), ValueError, "shortest.*0 and 1"),
@@ -445,6 +445,8 @@ V = torch.randn(2, 3, 10, 4)
         (lambda: FastRPB(3, 9)(V), ValueError, "length 10 .*max_length=9"),
         (lambda: FastRPB(3, 9).matrix(10), ValueError, "length 10 .*max_length=9"),
         (lambda: FastRPB(3, 9).matrix(0), ValueError, "length 0 "),
+        (lambda: FastRPB(3, 9).matrix(1.5), TypeError, "length must be a whole number, got 1.5"),
+        (lambda: FastRPB(3, 9, prefix=None), TypeError, "prefix must be a whole number, got None"),
         (lambda: FastRPB(4, 10)(V), ValueError, r"4 heads.*\(2, 3, 10, 4\)"),
         (lambda: FastRPB(3, 10)(V[0, 0]), ValueError, r"\(10, 4\)"),
         (lambda: FastRPB(3, 10)(V.int()), TypeError, "int32"),

@@ -55,8 +55,7 @@ class Bias(nn.Module, ABC):
     ):
         super().__init__()
         check_size("num_heads", num_heads)
-        if prefix:
-            check_size("prefix", prefix)
+        check_size("prefix", prefix, least=0)
         if not callable(init):
             raise TypeError(f"init must be a function such as fastrpb.init.zero, got {init!r}")
         check_flag("symmetric", symmetric)
@@ -170,6 +169,7 @@ class Bias(nn.Module, ABC):
         Returns (heads, length, length): for plots and tests. While training with dropout, every
         call drops other weights.
         """
+        check_size("length", length, least=0)
         if length <= self.prefix:
             raise ValueError(f"length {length} has no tokens after the prefix of {self.prefix}")
         return nn.functional.pad(self._dense(length - self.prefix), (self.prefix, 0) * 2)

@@ -27,11 +27,11 @@ def check_values(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} has an empty sequence: shape {tuple(x.shape)}")
 
 
-def check_size(name: str, size: object) -> None:
+def check_size(name: str, size: object, least: int = 1) -> None:
     if isinstance(size, bool) or not isinstance(size, int | torch.SymInt):
         raise TypeError(f"{name} must be a whole number, got {size!r}")
-    if size < 1:
-        raise ValueError(f"{name}={size} must be at least 1")
+    if size < least:
+        raise ValueError(f"{name}={size} must be at least {least}")
 
 
 def check_flag(name: str, value: object) -> None:

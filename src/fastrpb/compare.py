@@ -23,7 +23,7 @@ from fastrpb.files import reason_of
 from fastrpb.model_config import Position
 from fastrpb.presets import COLUMNS, ROWS, best, name_of, preset, row, with_row
 from fastrpb.processes import fresh_processes, keep_freed_memory
-from fastrpb.run import BusyError, Run, read_lines, same_config
+from fastrpb.run import BusyError, Run, read_records, same_config
 from fastrpb.train import Interruption, Progress, train
 
 _LOOK_AGAIN = 1.0  # seconds between looks at the runs of other processes
@@ -154,7 +154,7 @@ def _places(jobs: int) -> list[str]:
 
 def finished(configs: Sequence[RunConfig], folder: Path) -> dict[RunConfig, dict[str, Any]]:
     """The configs that have a record in the folder's results, with it."""
-    records = {same_config(r.get("config", {})): r for r in read_lines(folder / "results.jsonl")}
+    records = {same_config(r["config"]): r for r in read_records(folder / "results.jsonl")}
     keys = {config: same_config(asdict(config)) for config in configs}
     return {config: records[key] for config, key in keys.items() if key in records}
 

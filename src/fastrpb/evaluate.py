@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from fastrpb.config import RunConfig
 from fastrpb.data import Batch, Batches, Dataset, Split, Task, load, task
 from fastrpb.files import shipped_or
-from fastrpb.model import Classifier, PairClassifier, load_model
+from fastrpb.model import Classifier, PairClassifier
 from fastrpb.run import Run
 
 EVALUATION_BATCHES = 4  # times the batch of training: no gradients are held
@@ -97,7 +97,7 @@ def load_run(folder: str | Path) -> tuple[RunConfig, nn.Module]:
     config = run.config()
     with own_random_numbers(torch.device("cpu")):  # a new model draws its first weights
         if run.model_file.exists():
-            return config, load_model(run.model_file)
+            return config, _trained(run, config)
         if not run.steps():
             raise ValueError(
                 f"{folder} has no weights; train with: fastrpb train --resume {folder}"
@@ -107,6 +107,19 @@ def load_run(folder: str | Path) -> tuple[RunConfig, nn.Module]:
         model = build(config)
         model.load_state_dict(under("model.", tensors))
         return config, model.eval()
+
+
+def _trained(run: Run, config: RunConfig) -> nn.Module:
+    """The model of a finished run, which must be that of its config."""
+    model, record = run.model(), run.result()
+    if record is not None:
+        run.check(record["config"], config)
+    if type(model) is not type(build(config)) or model.config != config.model:
+        raise ValueError(
+            f"{run.model_file} is not the model of {run.config_file}; put back the one that was "
+            "there, or remove it and resume to train it again"
+        )
+    return model
 
 
 def evaluate_run(

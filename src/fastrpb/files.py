@@ -70,6 +70,8 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, meta: Mapping[str, 
     """A safetensors file, whole or not at all, with a checksum among its metadata."""
     safetensors = _safetensors()
     tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent}")
     with replacing(path) as part:
         checked = {**meta, "crc32": str(_crc32(tensors, meta))}
         safetensors.torch.save_file(tensors, part, checked)
@@ -79,7 +81,9 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors and the metadata of a safetensors file; ValueError where it is damaged."""
     safetensors = _safetensors()
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
+        raise FileNotFoundError(
+            f"{path} is a folder" if path.is_dir() else f"there is no file {path}"
+        )
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

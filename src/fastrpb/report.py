@@ -31,7 +31,7 @@ from fastrpb.config import changes, completed, flat
 from fastrpb.evaluate import load_run
 from fastrpb.files import replacing, shipped_or
 from fastrpb.presets import COLUMNS, ROWS
-from fastrpb.run import Run, read_lines, same_config
+from fastrpb.run import Run, read_records, same_config
 
 _PIXEL = (12, 10)  # the paper's
 _CELL = ("attention", "features", "position")
@@ -147,10 +147,7 @@ def _entries(folder: Path) -> Iterator[Entry]:
 
 
 def _recorded(file: Path) -> Iterator[Entry]:
-    for number, record in enumerate(read_lines(file), 1):
-        missing = {"name", "config", "metrics", "seconds", "peak_memory_bytes"} - set(record)
-        if missing or not isinstance(record["config"].get("model"), dict):
-            raise ValueError(f"{file}: line {number} is no record of a run; remove it")
+    for record in read_records(file):
         yield Entry(record["name"], record["config"], record, None)
 
 

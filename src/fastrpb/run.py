@@ -11,11 +11,12 @@ runs/
 """
 
 import json
+import math
 import os
 import platform
 import resource
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -23,11 +24,12 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastrpb import __version__
 from fastrpb.config import RunConfig, completed, differences, from_json, load_config, to_json
 from fastrpb.files import SHIPPED, read_tensors, replacing, shipped, write_tensors
+from fastrpb.model import load_model
 
 KEPT = 2  # checkpoints
 
@@ -57,7 +59,11 @@ class Run:
             )
         if not self.exists():
             raise ValueError(f"{self.folder} is no run: it has no config.json")
-        return load_config(self.config_file)
+        try:
+            return load_config(self.config_file)
+        except ValueError as error:
+            advice = f"; remove it and give its options again with --out {self.folder}"
+            raise ValueError(f"{error}{advice if self.steps() else ''}") from None
 
     def open(self, config: RunConfig) -> None:
         """Make the folder, or check that it belongs to the same config."""
@@ -67,7 +73,9 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         # A process that was killed just here leaves no more than these.
         ours = {"lock"} | {path.name for path in self.folder.glob("*.part")}
-        if {path.name for path in self.folder.iterdir()} - ours:
+        if self.steps():  # its config.json was lost
+            self.check(self.load(self.steps()[-1])[1]["config"], config)
+        elif {path.name for path in self.folder.iterdir()} - ours:
             raise ValueError(f"{self.folder} has files but no run; choose another folder by --out")
         with replacing(self.config_file) as part:
             part.write_text(to_json(config))
@@ -120,16 +128,21 @@ class Run:
         """The record of a finished run."""
         if not self.result_file.exists():
             return None
-        try:
-            record = json.loads(self.result_file.read_text())
-            if not record["metrics"]["test"] or not record["config"]:
-                raise ValueError
-            return record
-        except (KeyError, TypeError, ValueError):
+        record = _object(self.result_file.read_text(errors="replace"))
+        if record is None or not _is_record(record):
             raise ValueError(
                 f"{self.result_file} is damaged; its record may be in {self.results_file}; "
                 "remove the run to train it again"
-            ) from None
+            )
+        return record
+
+    def model(self) -> nn.Module:
+        """The trained model."""
+        try:
+            return load_model(self.model_file)
+        except ValueError as error:
+            again = f"fastrpb train --resume {self.folder}"
+            raise ValueError(f"{error}; remove it and train it again: {again}") from None
 
     def finish(self, record: dict[str, Any]) -> None:
         """Add the record to the results and mark the run as finished; no harm if it was done."""
@@ -165,8 +178,10 @@ class Run:
         advice = f"remove it to go on from step {older[-1]}" if older else "remove it to begin anew"
         try:
             tensors, meta = read_tensors(self.checkpoint(step))
+            if "state" not in meta:
+                raise ValueError(f"{self.checkpoint(step)} holds no state of a run")
             return tensors, json.loads(meta["state"])
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"a damaged checkpoint: {reason}; {advice}") from None
 
@@ -175,7 +190,8 @@ class Run:
             file.write(json.dumps(line) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        return list(read_lines(self.metrics_file))
+        """The points of the curves; what is none is left out."""
+        return [line for line in read_lines(self.metrics_file) if _is_point(line)]
 
     def rewind(self, step: int, validated: int) -> None:
         """Forget what was logged after a step, or of validation after that of another one.
@@ -185,7 +201,7 @@ class Run:
         for part in self.folder.rglob("*.part"):
             part.unlink()
         last = {True: validated, False: step}
-        kept = [x for x in self.metrics() if x.get("step", 0) <= last["validation" in x]]
+        kept = [x for x in self.metrics() if x["step"] <= last["validation" in x]]
         with replacing(self.metrics_file) as part:
             part.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
@@ -219,6 +235,33 @@ def _object(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of finished runs in a file such as results.jsonl."""
+    for number, record in enumerate(read_lines(path), 1):
+        if not _is_record(record):
+            raise ValueError(f"{path}: line {number} is no record of a run; remove it")
+        yield record
+
+
+def _is_record(x: dict[str, Any]) -> bool:
+    try:
+        test, model = x["metrics"]["test"], x["config"]["model"]
+        numbers = test["accuracy"], test["f1"], x["seconds"], x["peak_memory_bytes"]
+        return isinstance(x["name"], str) and isinstance(model, dict) and _are_numbers(numbers)
+    except (KeyError, TypeError):
+        return False
+
+
+def _is_point(x: dict[str, Any]) -> bool:
+    values = x.get("validation", x)
+    whole = isinstance(x.get("step"), int) and isinstance(values, dict)
+    return whole and _are_numbers(values.values())
+
+
+def _are_numbers(values: Iterable[object]) -> bool:
+    return all(isinstance(x, int | float) and math.isfinite(x) for x in values)
 
 
 def same_config(config: Any) -> str:

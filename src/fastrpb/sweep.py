@@ -1,5 +1,6 @@
 """The paper's search of the learning rate: Bayesian, over trials that many machines can share."""
 
+import json
 import math
 import os
 from collections.abc import Callable
@@ -154,8 +155,22 @@ def _mend(journal: str) -> None:
         whole = content[: content.rfind(b"\n") + 1]
         if whole != content:
             os.truncate(journal, len(whole))
+        for number, line in enumerate(whole.splitlines(), 1):
+            if not _is_json(line):
+                raise ValueError(
+                    f"{journal}: line {number} is damaged; remove it, or choose another folder by "
+                    "--out"
+                )
     finally:
         lock.release()
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def _queue_again(study: optuna.Study, folder: Path) -> None:

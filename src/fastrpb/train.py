@@ -148,6 +148,7 @@ def _begin(
         run.open(config)
         finished = run.result() if run.model_file.exists() else None
         if finished is not None:
+            run.model()  # which must be whole
             run.check(finished["config"], config)
             run.check_data(finished.get("data"), digest)
             run.finish(finished)

@@ -1,4 +1,5 @@
 import json
+import math
 import threading
 import time
 from dataclasses import asdict
@@ -70,6 +71,12 @@ def test_a_record_from_before_a_field_existed_still_counts(small, tmp_path):
     assert [entry.name for entry in collect([tmp_path])] == [name_of(config)]
 
 
+def record(config):
+    test = {"accuracy": 0.5, "f1": 0.4}
+    numbers = {"seconds": 1.0, "peak_memory_bytes": 2**20, "metrics": {"test": test}}
+    return {"name": "x", "config": asdict(config), **numbers}
+
+
 def test_a_run_of_another_process_is_waited_for(small, tmp_path):
     config, events = small(steps=2), []
     started = threading.Event()
@@ -78,7 +85,7 @@ def test_a_run_of_another_process_is_waited_for(small, tmp_path):
         with Run(tmp_path / name_of(config)).locked():
             started.set()
             time.sleep(2)
-            append_result(tmp_path / "results.jsonl", {"name": "x", "config": asdict(config)})
+            append_result(tmp_path / "results.jsonl", record(config))
 
     thread = threading.Thread(target=other)
     thread.start()
@@ -131,5 +138,23 @@ def test_a_run_that_was_trained_again_replaces_its_line(tmp_path):
 def test_a_damaged_line_is_named(tmp_path):
     (tmp_path / "results.jsonl").write_text('{"config": 1}\n{"a"\n{"config": 2}\n')
     with pytest.raises(ValueError, match=r"results.jsonl: line 2 is damaged"):
-        finished([], tmp_path)
+        list(read_lines(tmp_path / "results.jsonl"))
     assert list(read_lines(tmp_path / "none.jsonl")) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": None},
+        {"metrics": {}},
+        {"metrics": {"test": {"accuracy": "high", "f1": 0.4}}},
+        {"metrics": {"test": {"accuracy": math.nan, "f1": 0.4}}},
+        {"seconds": None},
+        {"config": {"model": 1}},
+    ],
+)
+def test_a_line_that_is_no_record_is_named(small, tmp_path, changes):
+    lines = [record(small()), {**record(small()), **changes}]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    with pytest.raises(ValueError, match=r"results.jsonl: line 2 is no record of a run; remove it"):
+        finished([small()], tmp_path)

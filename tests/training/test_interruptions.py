@@ -13,8 +13,9 @@ import torch
 from torch._inductor.exc import InductorError
 
 from apart import APART
-from fastrpb.config import override
-from fastrpb.evaluate import classify, evaluate, load_run
+from fastrpb import save_model
+from fastrpb.config import override, to_json
+from fastrpb.evaluate import build, classify, evaluate, load_run
 from fastrpb.run import Run
 from fastrpb.train import DivergedError, Interruption, train
 from runs import assert_same, stop_at, weights
@@ -295,3 +296,64 @@ def test_killed_before_the_config_was_written(small, tmp_path):
     (tmp_path / "run" / "config.json.77.part").write_text("{")
     train(small(steps=2), tmp_path / "run", cpu=True)
     assert not list((tmp_path / "run").glob("*.part"))
+
+
+def test_a_checkpoint_that_is_none(small, tmp_path):
+    config, run = small(steps=20, save_every=10), Run(tmp_path / "run")
+    with pytest.raises(Interruption):
+        train(config, run.folder, cpu=True, on_progress=stop_at(10))
+    save_model(build(config), run.checkpoint(15))
+    words = r"step-00000015.safetensors holds no state of a run; remove it to go on from step 10"
+    with pytest.raises(ValueError, match=words):
+        train(config, run.folder, cpu=True)
+
+
+def test_a_config_that_is_lost_is_found_in_the_checkpoint(small, tmp_path):
+    config, run = small(steps=20), Run(tmp_path / "run")
+    with pytest.raises(Interruption):
+        train(config, run.folder, cpu=True, on_progress=stop_at(10))
+    run.config_file.write_text("{")
+    with pytest.raises(ValueError, match="remove it and give its options again with --out"):
+        train(config, run.folder, cpu=True)
+    run.config_file.unlink()
+    with pytest.raises(ValueError, match="begun with another config: seed"):
+        train(override(config, {"seed": 1}), run.folder, cpu=True)
+    assert not run.exists()
+    train(config, run.folder, cpu=True)
+    train(config, tmp_path / "whole", cpu=True)
+    assert_same(weights(tmp_path / "whole"), weights(run.folder))
+
+
+def test_lines_of_metrics_that_are_none_are_left_out(small, tmp_path):
+    config, run = small(steps=20), Run(tmp_path / "run")
+    with pytest.raises(Interruption):
+        train(config, run.folder, cpu=True, on_progress=stop_at(10))
+    before = run.metrics()
+    for line in ({"step": "x"}, {"step": None, "loss": 1}, {"step": 5, "validation": 3}, {"a": 1}):
+        run.log(line)
+    assert run.metrics() == before
+    train(config, run.folder, cpu=True)
+    assert run.metrics()[: len(before)] == before
+
+
+def test_a_finished_run_whose_model_is_lost_or_anothers(small, tmp_path):
+    config, run = small(steps=2), Run(tmp_path / "run")
+    train(config, run.folder, cpu=True)
+    good = run.model_file.read_bytes()
+    trained = {name: x.clone() for name, x in weights(run.folder).items()}  # the file will change
+
+    run.model_file.write_bytes(b"")
+    for use in (load_run, lambda folder: train(config, folder, cpu=True)):
+        with pytest.raises(ValueError, match=r"model.safetensors is not .*remove it and train it"):
+            use(run.folder)
+    run.model_file.unlink()
+    train(config, run.folder, cpu=True)
+    assert_same(trained, weights(run.folder))
+
+    save_model(build(override(config, {"layers": 1})), run.model_file)
+    with pytest.raises(ValueError, match=r"model.safetensors is not the model of .*config.json"):
+        load_run(run.folder)
+    run.model_file.write_bytes(good)
+    run.config_file.write_text(to_json(override(config, {"seed": 5})))
+    with pytest.raises(ValueError, match="begun with another config: seed"):
+        load_run(run.folder)

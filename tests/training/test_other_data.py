@@ -9,7 +9,6 @@ from fastrpb.config import override
 from fastrpb.data import load
 from fastrpb.presets import preset
 from fastrpb.run import Run
-from fastrpb.sweep import sweep
 from fastrpb.train import Interruption, train
 from runs import PAIRS_OF_PAPERS, stop_at
 from samples import REVIEWS, write_parquet, write_reviews
@@ -73,6 +72,7 @@ def test_a_table_has_results_of_one_data(folders, tmp_path):
 
 
 def test_a_search_has_one_data(folders, tmp_path):
+    sweep = pytest.importorskip("fastrpb.sweep", exc_type=ImportError).sweep
     one, _, other = folders
     options = {"trials": 1, "low": 1e-4, "high": 1e-3, "cpu": True}
     sweep(text(2), tmp_path / "sweep", data_dir=one, **options)

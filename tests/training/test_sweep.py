@@ -4,12 +4,14 @@ import signal
 import pytest
 
 from apart import APART
+from fastrpb.data import load
 from fastrpb.run import Run
 from fastrpb.train import Interruption
 
 optuna = pytest.importorskip("optuna")
 from fastrpb.sweep import _open, sweep  # noqa: E402
 
+DIGEST = load("digits").digest()
 TrialState = optuna.trial.TrialState
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,7 +31,7 @@ def test_an_interrupted_trial_goes_on(small, tmp_path):
     best = sweep(config, tmp_path, trials=1, cpu=True, on_progress=lambda n, p: seen.append(p.step))
     assert seen[0] > 30
     assert f"rate-{best.learning_rate!r}" == folder.name
-    states = [trial.state for trial in _open(config, tmp_path).trials]
+    states = [trial.state for trial in _open(config, tmp_path, DIGEST).trials]
     assert states == [TrialState.FAIL, TrialState.COMPLETE]
 
 
@@ -58,7 +60,7 @@ def test_diverging_rates_are_cut_short_and_the_best_is_of_validation(small, tmp_
     best = sweep(
         config, tmp_path / "b", trials=3, cpu=True, on_trial=lambda n, w: words.update({n: w})
     )
-    study = _open(config, tmp_path / "b")
+    study = _open(config, tmp_path / "b", DIGEST)
     assert best.learning_rate == study.best_params["learning_rate"]
     record = Run(tmp_path / "b" / f"rate-{best.learning_rate!r}").result()
     assert study.best_value == record["metrics"]["validation"]["accuracy"]
@@ -74,6 +76,15 @@ def test_a_journal_and_a_lock_that_a_killed_worker_left(small, tmp_path, monkeyp
     sweep(config, "study", trials=2, cpu=True)
     assert len(list((tmp_path / "study").glob("rate-*"))) == 2
     assert not list((tmp_path / "study").glob("worker-*"))
+
+
+def test_a_damaged_journal_is_one_sentence(small, tmp_path):
+    sweep(small(steps=2), tmp_path, trials=1, cpu=True)
+    journal = tmp_path / "study.journal"
+    first, *rest = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join([first, "garbage\n", *rest]))
+    with pytest.raises(ValueError, match=r"study.journal: line 2 is damaged; remove it"):
+        sweep(small(steps=2), tmp_path, trials=2, cpu=True)
 
 
 def test_the_best_config_keeps_the_validation_that_was_asked_for(small, tmp_path):
@@ -95,7 +106,7 @@ def test_two_workers_share_a_study(small, tmp_path):
     for worker in workers:
         worker.join()
     assert [worker.exitcode for worker in workers] == [0, 0]
-    done = [t for t in _open(config, tmp_path).trials if t.state == TrialState.COMPLETE]
+    done = [t for t in _open(config, tmp_path, DIGEST).trials if t.state == TrialState.COMPLETE]
     assert 4 <= len(done) <= 5  # the second worker may be at one when the fourth ends
 
 

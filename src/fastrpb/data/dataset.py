@@ -143,7 +143,7 @@ class Dataset:
         result = hashlib.blake2b(digest_size=8)
         for array in (*shared.values(), *arrays):
             result.update(f"{array.dtype} {tuple(array.shape)}".encode())
-            result.update(array.contiguous().numpy())
+            result.update(array.contiguous().numpy().data)
         return result.hexdigest()
 
 
