@@ -175,6 +175,7 @@ class _Trainer:
         self.masked = config.compile and _padded(data.train) > _FEW  # or two programs
         self.steps = config.steps or (config.epochs or 0) * len(self.batches)
         self.eval_every = config.eval_every or len(self.batches)
+        self.evaluated = EVALUATION_BATCHES * config.batch_size  # at a time
         seed_from("weights", config.seed)
         model = build(config)
         self.parameters = sum(p.numel() for p in model.parameters())
@@ -223,6 +224,8 @@ class _Trainer:
             while True:
                 if self._due(self.config.save_every):
                     self._save()  # first: an evaluation may fail
+                if not self.state.step:
+                    self._try_evaluation()
                 if self._due(self.eval_every) and self.state.validated < self.state.step:
                     self._validate()
                 if self.state.step == self.steps:
@@ -337,12 +340,21 @@ class _Trainer:
         self._log({"validation": metrics._asdict()})
         self.on_validation(state.step, metrics)
 
+    def _try_evaluation(self) -> None:
+        """Of one batch: for want of memory, say, it should fail now, not after the last step."""
+        validation = self.data.validation
+        self._evaluate(validation.take(torch.arange(min(self.evaluated, len(validation)))))
+
     def _evaluate(self, split: Split) -> Metrics:
-        size = EVALUATION_BATCHES * self.config.batch_size
         # To compile for batches of evaluation too, and for the last, takes longer than it saves.
         with torch.compiler.set_stance("force_eager"):
             metrics = evaluate(
-                self.model, split, self.data.task, size, self.accelerator, self._stop_if_asked
+                self.model,
+                split,
+                self.data.task,
+                self.evaluated,
+                self.accelerator,
+                self._stop_if_asked,
             )
         if not math.isfinite(metrics.loss):
             self._diverged(f"the loss of an evaluation is {metrics.loss} at step {self.state.step}")
