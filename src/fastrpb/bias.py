@@ -169,7 +169,6 @@ class Bias(nn.Module, ABC):
         Returns (heads, length, length): for plots and tests. While training with dropout, every
         call drops other weights.
         """
-        check_size("length", length, least=0)
         if length <= self.prefix:
             raise ValueError(f"length {length} has no tokens after the prefix of {self.prefix}")
         return nn.functional.pad(self._dense(length - self.prefix), (self.prefix, 0) * 2)
@@ -186,7 +185,7 @@ class Bias(nn.Module, ABC):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         # Beside the weights, as torch keeps its versions: causal and symmetric ones have one shape.
         if hasattr(destination, "_metadata"):
-            destination._metadata[prefix[:-1]]["distances"] = self._bounds()
+            destination._metadata.setdefault(prefix[:-1], {})["distances"] = self._bounds()
 
     def _bounds(self) -> list[list[int]]:
         return [[axis[0], axis[-1]] for axis in self._distances()]
@@ -199,7 +198,9 @@ class Bias(nn.Module, ABC):
             error_msgs.append(f"{prefix}w: {self._mismatch(saved.shape)}")
             return
         mine, its = self._bounds(), local_metadata.get("distances")
-        if saved is not None and its not in (None, mine):
+        # The tensor may have been replaced since, as by one that was resized.
+        described = its and [b - a + 1 for a, b in its] == [*self.w.shape[1:]]
+        if saved is not None and described and its != mine:
             theirs, ours = (" by ".join(f"{a}..{b}" for a, b in x) for x in (its, mine))
             error_msgs.append(
                 f"{prefix}w: the saved weights are of the distances {theirs}, those of this bias "

@@ -103,7 +103,8 @@ def compare(
     folder = Path(folder)
     done = finished(configs, folder)
     todo = [config for config in dict.fromkeys(configs) if config not in done]
-    if todo or data_dir is not None:  # without, a table needs no data
+    has_data = bool(todo) or data_dir is not None  # a table alone needs none
+    if has_data:
         _check_data(done, folder, data_dir)
     context = fresh_processes("fastrpb.train")
     places = _places(jobs)
@@ -142,7 +143,10 @@ def compare(
             process.terminate()
         for _, process, _ in running.values():
             process.join()
-    return list(finished(configs, folder).values())
+    done = finished(configs, folder)
+    if has_data:
+        _check_data(done, folder, data_dir)  # what other processes have finished, too
+    return list(done.values())
 
 
 def _places(jobs: int) -> list[str]:
@@ -165,10 +169,12 @@ def _check_data(
     """That finished runs were trained and tested with these data."""
     digests = {}
     for config, record in done.items():
+        if "data" not in record:  # of an older version
+            continue
         what = config.task, config.model.max_length, config.validation
         if what not in digests:
             digests[what] = load_data(config, data_dir).digest()
-        if record.get("data") not in (None, digests[what]):
+        if record["data"] != digests[what]:
             raise ValueError(
                 f"{folder} has results of other data: {name_of(config)}; take the --data-dir of "
                 "then, or choose another folder by --out"

@@ -97,7 +97,7 @@ def load_run(folder: str | Path) -> tuple[RunConfig, nn.Module]:
     config = run.config()
     with own_random_numbers(torch.device("cpu")):  # a new model draws its first weights
         if run.model_file.exists():
-            return config, _trained(run, config)
+            return config, trained(run, config)
         if not run.steps():
             raise ValueError(
                 f"{folder} has no weights; train with: fastrpb train --resume {folder}"
@@ -109,12 +109,10 @@ def load_run(folder: str | Path) -> tuple[RunConfig, nn.Module]:
         return config, model.eval()
 
 
-def _trained(run: Run, config: RunConfig) -> nn.Module:
+def trained(run: Run, config: RunConfig) -> nn.Module:
     """The model of a finished run, which must be that of its config."""
-    model, record = run.model(), run.result()
-    if record is not None:
-        run.check(record["config"], config)
-    if type(model) is not type(build(config)) or model.config != config.model:
+    model = run.model()
+    if type(model) is not _kind(config) or model.config != config.model:
         raise ValueError(
             f"{run.model_file} is not the model of {run.config_file}; put back the one that was "
             "there, or remove it and resume to train it again"
@@ -169,7 +167,11 @@ def make_accelerator(config: RunConfig, cpu: bool, **options: Any) -> Accelerato
 
 def build(config: RunConfig) -> nn.Module:
     """A new model for the task of a run."""
-    return (PairClassifier if task_of(config).pair else Classifier)(config.model)
+    return _kind(config)(config.model)
+
+
+def _kind(config: RunConfig) -> type[Classifier] | type[PairClassifier]:
+    return PairClassifier if task_of(config).pair else Classifier
 
 
 def task_of(config: RunConfig) -> Task:

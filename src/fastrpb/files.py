@@ -69,9 +69,9 @@ def replacing(path: Path) -> Iterator[Path]:
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, meta: Mapping[str, str]) -> None:
     """A safetensors file, whole or not at all, with a checksum among its metadata."""
     safetensors = _safetensors()
-    tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent}")
+    tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     with replacing(path) as part:
         checked = {**meta, "crc32": str(_crc32(tensors, meta))}
         safetensors.torch.save_file(tensors, part, checked)

@@ -31,11 +31,10 @@ from fastrpb.config import changes, completed, flat
 from fastrpb.evaluate import load_run
 from fastrpb.files import replacing, shipped_or
 from fastrpb.presets import COLUMNS, ROWS
-from fastrpb.run import Run, read_records, same_config
+from fastrpb.run import CELL, Run, read_records, same_config
 
 _PIXEL = (12, 10)  # the paper's
-_CELL = ("attention", "features", "position")
-_OF_A_CELL = (*_CELL, "absolute", "learning_rate", "seed")
+_OF_A_CELL = (*CELL, "absolute", "learning_rate", "seed")
 _MOST_WEIGHTS = 2_000_000  # of a page: beyond, a run shows its first heads alone
 
 
@@ -111,7 +110,7 @@ def write_report(
 
 def collect(folders: Iterable[str | Path]) -> list[Entry]:
     """The runs of some folders, by name: finished ones, and those that are still trained."""
-    entries: dict[tuple[str, str], Entry] = {}
+    entries: dict[tuple[str, ...], Entry] = {}
     for folder in map(shipped_or, folders):
         if not folder.exists():
             raise ValueError(f"there is no folder {folder}")
@@ -120,9 +119,9 @@ def collect(folders: Iterable[str | Path]) -> list[Entry]:
             what = "runs and no results.jsonl" if folder.is_dir() else "records of runs"
             raise ValueError(f"{folder} has no {what}")
         for entry in found:
-            # Finished, a run is its config; unfinished, its folder.
+            # Finished, a run is its config and its data; unfinished, its folder.
             where = "" if entry.record or not entry.run else str(entry.run.folder.resolve())
-            key = (same_config(entry.config), where)
+            key = (same_config(entry.config), _digest(entry) or "", where)
             if key not in entries or entries[key].run is None:
                 entries[key] = entry
     names: dict[str, int] = {}
@@ -248,7 +247,7 @@ def _document(tables: dict[str, list[Table]], notes: dict[str, str], form: Form)
 
 
 def set_ups(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
-    """Runs that belong into one table: the same but for row, column and seed.
+    """Runs that belong into one table: the same but for row, column and seed, on the same data.
 
     Presets may differ between cells in learning rate and absolute positions; within a cell all but
     the seed is equal.
@@ -257,16 +256,18 @@ def set_ups(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
     for entry in entries:
         rest = completed(entry.config)
         model = rest.pop("model")
-        cell = json.dumps([model.pop(name) for name in ("attention", "features", "position")])
+        cell = json.dumps([model.pop(name) for name in CELL])
         own = json.dumps([model.pop("absolute"), rest.pop("learning_rate")])
         del rest["seed"]
-        key = json.dumps([rest, model], sort_keys=True)
-        for known, cells_of, group in groups:
-            if known == key and cells_of.setdefault(cell, own) == own:
+        key, digest = json.dumps([rest, model], sort_keys=True), _digest(entry)
+        facts = {cell: own, **({"data": digest} if digest else {})}
+        for known, shared, group in groups:
+            if known == key and all(shared.get(name, x) == x for name, x in facts.items()):
+                shared.update(facts)
                 group.append(entry)
                 break
         else:
-            groups.append((key, {cell: own}, [entry]))
+            groups.append((key, facts, [entry]))
     groups.sort(key=lambda group: not any(entry.record for entry in group[2]))  # finished first
     titles: dict[str, list[Entry]] = {}
     for _, _, group in groups:
@@ -281,17 +282,24 @@ def _notes(groups: dict[str, list[Entry]]) -> dict[str, str]:
     notes: dict[str, str] = {}
     first: dict[str, list[dict[str, Any]]] = {}
     for title, group in groups.items():
-        these = [flat(completed(entry.config)) for entry in group]
+        these = [{**flat(completed(e.config)), "data": _digest(e)} for e in group]
         task = these[0]["task"]
         those = first.setdefault(task, these)
         # Of the same cell where both have one: its own fields can then be what differs.
-        same = [(a, b) for a in those for b in these if all(a[x] == b[x] for x in _CELL)]
+        same = [(a, b) for a in those for b in these if all(a[x] == b[x] for x in CELL)]
         own = ("seed",) if same else _OF_A_CELL
         pair = same[0] if same else (those[0], these[0])
+        if None in (pair[0]["data"], pair[1]["data"]):
+            own = (*own, "data")
         old, new = ({name: x for name, x in fields.items() if name not in own} for fields in pair)
         changed = ", ".join(changes(old, new))
         notes[title] = f" Unlike {task}: {changed}." if changed else ""
     return notes
+
+
+def _digest(entry: Entry) -> str | None:
+    """Of the data of a finished run; older versions wrote none."""
+    return entry.record.get("data") if entry.record else None
 
 
 def _cell_name(config: dict[str, Any]) -> str:

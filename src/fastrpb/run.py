@@ -32,6 +32,7 @@ from fastrpb.files import SHIPPED, read_tensors, replacing, shipped, write_tenso
 from fastrpb.model import load_model
 
 KEPT = 2  # checkpoints
+CELL = ("attention", "features", "position")  # of a table
 
 
 class Run:
@@ -62,8 +63,9 @@ class Run:
         try:
             return load_config(self.config_file)
         except ValueError as error:
+            lost = self.steps() and _object(self.config_file.read_text(errors="replace")) is None
             advice = f"; remove it and give its options again with --out {self.folder}"
-            raise ValueError(f"{error}{advice if self.steps() else ''}") from None
+            raise ValueError(f"{error}{advice if lost else ''}") from None
 
     def open(self, config: RunConfig) -> None:
         """Make the folder, or check that it belongs to the same config."""
@@ -71,9 +73,11 @@ class Run:
             self.check(asdict(self.config()), config)
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        # A process that was killed just here leaves no more than these.
-        ours = {"lock"} | {path.name for path in self.folder.glob("*.part")}
-        if self.steps():  # its config.json was lost
+        # A process that was killed just here leaves no more than a lock and parts of files. Of a
+        # run whose config was lost the others remain.
+        ours = {"lock", self.checkpoints.name, self.metrics_file.name, "tensorboard"}
+        ours |= {path.name for path in self.folder.glob("*.part")}
+        if self.steps():
             self.check(self.load(self.steps()[-1])[1]["config"], config)
         elif {path.name for path in self.folder.iterdir()} - ours:
             raise ValueError(f"{self.folder} has files but no run; choose another folder by --out")
@@ -200,8 +204,8 @@ class Run:
         """
         for part in self.folder.rglob("*.part"):
             part.unlink()
-        last = {True: validated, False: step}
-        kept = [x for x in self.metrics() if x["step"] <= last["validation" in x]]
+        limits = ((x, validated if "validation" in x else step) for x in self.metrics())
+        kept = [x for x, last in limits if x["step"] <= last]
         with replacing(self.metrics_file) as part:
             part.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
@@ -249,14 +253,15 @@ def _is_record(x: dict[str, Any]) -> bool:
     try:
         test, model = x["metrics"]["test"], x["config"]["model"]
         numbers = test["accuracy"], test["f1"], x["seconds"], x["peak_memory_bytes"]
-        return isinstance(x["name"], str) and isinstance(model, dict) and _are_numbers(numbers)
+        words = x["name"], x["config"]["task"], *(model[name] for name in CELL)
+        return all(isinstance(word, str) for word in words) and _are_numbers(numbers)
     except (KeyError, TypeError):
         return False
 
 
 def _is_point(x: dict[str, Any]) -> bool:
     values = x.get("validation", x)
-    whole = isinstance(x.get("step"), int) and isinstance(values, dict)
+    whole = isinstance(x.get("step"), int) and isinstance(values, dict) and "accuracy" in values
     return whole and _are_numbers(values.values())
 
 

@@ -126,10 +126,11 @@ def _open(config: RunConfig, folder: Path, digest: str) -> optuna.Study:
             sampler=optuna.samplers.TPESampler(constant_liar=True),  # for parallel workers
             load_if_exists=True,
         )
-        saved = study.user_attrs.get("config")
+        saved, data = (study.user_attrs.get(name) for name in ("config", "data"))
+        if data is None:  # new, or of an older version
+            study.set_user_attr("data", digest)
         if saved is None:
             study.set_user_attr("config", to_json(config))
-            study.set_user_attr("data", digest)
         else:
             changed = differences(from_json(saved, folder), config)
             if changed:
@@ -137,7 +138,7 @@ def _open(config: RunConfig, folder: Path, digest: str) -> optuna.Study:
                     f"the study in {folder} searches another config: {'; '.join(changed)}; "
                     "choose another folder by --out"
                 )
-            if study.user_attrs.get("data", digest) != digest:
+            if data not in (None, digest):
                 raise ValueError(
                     f"the study in {folder} searches on other data; take the --data-dir of then, "
                     "or choose another folder by --out"

@@ -42,6 +42,7 @@ from fastrpb.evaluate import (
     own_random_numbers,
     seed_from,
     to_device,
+    trained,
     under,
 )
 from fastrpb.model import save_model
@@ -148,9 +149,9 @@ def _begin(
         run.open(config)
         finished = run.result() if run.model_file.exists() else None
         if finished is not None:
-            run.model()  # which must be whole
             run.check(finished["config"], config)
             run.check_data(finished.get("data"), digest)
+            trained(run, config)  # there, and whole
             run.finish(finished)
     return broadcast_object_list([finished])[0]
 
@@ -172,7 +173,7 @@ class _Trainer:
         self.signals: list[int] = []
         self.data, self.digest = data, data.digest()
         self.batches = self._train_batches()
-        self.masked = config.compile and _padded(data.train) > _FEW  # or two programs
+        self.masked = config.compile and _padded(data.train) > _FEW  # for one program, not two
         self.steps = config.steps or (config.epochs or 0) * len(self.batches)
         self.eval_every = config.eval_every or len(self.batches)
         self.evaluated = EVALUATION_BATCHES * config.batch_size  # at a time
@@ -211,6 +212,7 @@ class _Trainer:
                 self.run.rewind(self.state.step, self.state.validated)
         if self.accelerator.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        # A validation at the saved step comes again, and is then there twice.
         purge = {"tensorboard": {"purge_step": self.state.step + 1}}
         self.accelerator.init_trackers("fastrpb", init_kwargs=purge)
         if not self.replays:

@@ -151,6 +151,7 @@ def test_a_damaged_line_is_named(tmp_path):
         {"metrics": {"test": {"accuracy": math.nan, "f1": 0.4}}},
         {"seconds": None},
         {"config": {"model": 1}},
+        {"config": {"task": "digits", "model": {}}},
     ],
 )
 def test_a_line_that_is_no_record_is_named(small, tmp_path, changes):

@@ -6,6 +6,7 @@ import resource
 import signal
 import threading
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ import torch
 from torch._inductor.exc import InductorError
 
 from apart import APART
-from fastrpb import save_model
-from fastrpb.config import override, to_json
+from fastrpb import PairClassifier, save_model
+from fastrpb.config import override
 from fastrpb.evaluate import build, classify, evaluate, load_run
 from fastrpb.run import Run
 from fastrpb.train import DivergedError, Interruption, train
@@ -308,7 +309,8 @@ def test_a_checkpoint_that_is_none(small, tmp_path):
         train(config, run.folder, cpu=True)
 
 
-def test_a_config_that_is_lost_is_found_in_the_checkpoint(small, tmp_path):
+@pytest.mark.parametrize("begin_anew", [False, True])
+def test_a_config_that_is_lost_is_found_in_the_checkpoint(small, tmp_path, begin_anew):
     config, run = small(steps=20), Run(tmp_path / "run")
     with pytest.raises(Interruption):
         train(config, run.folder, cpu=True, on_progress=stop_at(10))
@@ -319,6 +321,8 @@ def test_a_config_that_is_lost_is_found_in_the_checkpoint(small, tmp_path):
     with pytest.raises(ValueError, match="begun with another config: seed"):
         train(override(config, {"seed": 1}), run.folder, cpu=True)
     assert not run.exists()
+    if begin_anew:
+        run.forget()
     train(config, run.folder, cpu=True)
     train(config, tmp_path / "whole", cpu=True)
     assert_same(weights(tmp_path / "whole"), weights(run.folder))
@@ -329,7 +333,10 @@ def test_lines_of_metrics_that_are_none_are_left_out(small, tmp_path):
     with pytest.raises(Interruption):
         train(config, run.folder, cpu=True, on_progress=stop_at(10))
     before = run.metrics()
-    for line in ({"step": "x"}, {"step": None, "loss": 1}, {"step": 5, "validation": 3}, {"a": 1}):
+    for line in (
+        *({"step": "x"}, {"step": None, "accuracy": 1}, {"a": 1}),
+        *({"step": 5, "validation": 3}, {"step": 5, "validation": {}}),
+    ):
         run.log(line)
     assert run.metrics() == before
     train(config, run.folder, cpu=True)
@@ -343,17 +350,19 @@ def test_a_finished_run_whose_model_is_lost_or_anothers(small, tmp_path):
     trained = {name: x.clone() for name, x in weights(run.folder).items()}  # the file will change
 
     run.model_file.write_bytes(b"")
-    for use in (load_run, lambda folder: train(config, folder, cpu=True)):
+    uses = load_run, lambda folder: train(config, folder, cpu=True)
+    for use in uses:
         with pytest.raises(ValueError, match=r"model.safetensors is not .*remove it and train it"):
             use(run.folder)
     run.model_file.unlink()
     train(config, run.folder, cpu=True)
     assert_same(trained, weights(run.folder))
 
-    save_model(build(override(config, {"layers": 1})), run.model_file)
-    with pytest.raises(ValueError, match=r"model.safetensors is not the model of .*config.json"):
-        load_run(run.folder)
+    others = build(override(config, {"layers": 1})), PairClassifier(config.model)
+    for other, use in product(others, uses):
+        save_model(other, run.model_file)
+        with pytest.raises(ValueError, match=r"safetensors is not the model of .*config.json"):
+            use(run.folder)
     run.model_file.write_bytes(good)
-    run.config_file.write_text(to_json(override(config, {"seed": 5})))
-    with pytest.raises(ValueError, match="begun with another config: seed"):
-        load_run(run.folder)
+    run.result_file.write_text("{")
+    assert load_run(run.folder)  # which needs no record

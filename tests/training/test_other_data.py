@@ -3,11 +3,14 @@
 import json
 
 import pytest
+import torch
 
 from fastrpb.compare import compare
 from fastrpb.config import override
-from fastrpb.data import load
+from fastrpb.data import Dataset, Split, load, task
+from fastrpb.data.dataset import Sequences
 from fastrpb.presets import preset
+from fastrpb.report import collect, set_ups, write_report
 from fastrpb.run import Run
 from fastrpb.train import Interruption, train
 from runs import PAIRS_OF_PAPERS, stop_at
@@ -39,6 +42,26 @@ def test_what_a_digest_depends_on(folders):
         assert load("text", folders[0], **options).digest() != one.digest()
 
 
+def test_a_digest_is_of_the_examples():
+    """Not of how they are held: in another order, with others beside them, beyond the cut."""
+    facts = task("retrieval", 3)
+    index, labels = torch.tensor([[0, 1], [1, 1]]), torch.tensor([0, 1])
+
+    def digest(items, index, labels=labels):
+        split = Split(facts.fit(Sequences.pack(items)), index, labels)
+        return Dataset(facts, split, split, split.take(torch.arange(0))).digest()
+
+    known = digest([b"abc", b"de"], index)
+    assert known == digest([b"unused", b"de", b"abcdef"], torch.tensor([[2, 1], [1, 1]]))
+    others = [
+        digest([b"abd", b"de"], index),
+        digest([b"abc", b"de"], index.flip(1)),
+        digest([b"abc", b"de"], index.flip(0)),
+        digest([b"abc", b"de"], index, labels.flip(0)),
+    ]
+    assert len({known, *others}) == 5
+
+
 def test_a_run_goes_on_with_its_data_alone(folders, tmp_path):
     one, copy, other = folders
     run = tmp_path / "run"
@@ -61,7 +84,7 @@ def test_a_record_from_before_data_were_written_down(folders, tmp_path):
     assert train(text(2), run.folder, data_dir=folders[-1], cpu=True) == record
 
 
-def test_a_table_has_results_of_one_data(folders, tmp_path):
+def test_a_table_has_results_of_one_data(folders, tmp_path, monkeypatch):
     one, _, other = folders
     configs = [text(2)]
     records = compare(configs, tmp_path / "runs", data_dir=one, cpu=True)
@@ -69,6 +92,26 @@ def test_a_table_has_results_of_one_data(folders, tmp_path):
     with pytest.raises(ValueError, match="runs has results of other data: text-sikf-fastrpb-s0"):
         compare(configs, tmp_path / "runs", data_dir=other, cpu=True)
     assert compare(configs, tmp_path / "runs", cpu=True) == records  # the table alone
+    (tmp_path / "elsewhere").mkdir()
+    other.rename(tmp_path / "elsewhere" / "imdb")
+    monkeypatch.setenv("FASTRPB_DATA", str(tmp_path / "elsewhere"))
+    with pytest.raises(ValueError, match="runs has results of other data"):
+        compare([*configs, text(3)], tmp_path / "runs", cpu=True)
+
+
+def test_a_report_has_results_of_one_data_in_a_table(folders, tmp_path):
+    one, copy, other = folders
+    for seed, data in enumerate((one, copy, other)):
+        config = override(text(2), {"seed": seed})
+        train(config, tmp_path / "runs" / f"{seed}", data_dir=data, cpu=True)
+    train(text(2), tmp_path / "more" / "0", data_dir=other, cpu=True)
+    entries = collect([tmp_path / "runs", tmp_path / "more"])
+    assert len(entries) == 4
+    groups = set_ups(entries)
+    seeds = {title: sorted(e.config["seed"] for e in group) for title, group in groups.items()}
+    assert seeds == {"text": [0, 1], "text 2": [0, 2]}
+    write_report([tmp_path / "runs"], tmp_path / "report")
+    assert "Unlike text: data " in (tmp_path / "report" / "tables.md").read_text()
 
 
 def test_a_search_has_one_data(folders, tmp_path):
