@@ -51,7 +51,7 @@ class Sequences:
         """A number for the content of each of these sequences."""
         tokens = self.tokens.numpy()
         places = zip(self.starts[rows].tolist(), self.lengths[rows].tolist(), strict=True)
-        codes = [zlib.crc32(tokens[start : start + length]) for start, length in places]
+        codes = [zlib.crc32(tokens[start : start + length].data) for start, length in places]
         return torch.tensor(codes, dtype=torch.int64)
 
     def padded(self, index: Tensor, length: int, pad_id: int) -> tuple[Tensor, Tensor]:
