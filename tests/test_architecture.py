@@ -35,6 +35,7 @@ TOOLS = [
     "bench",
     "run",
     "evaluate",
+    "progress",
     "replay",
     "state_dicts",
     "train",

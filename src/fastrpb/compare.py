@@ -23,8 +23,9 @@ from fastrpb.files import reason_of
 from fastrpb.model_config import Position
 from fastrpb.presets import COLUMNS, ROWS, best, name_of, preset, row, with_row
 from fastrpb.processes import fresh_processes, keep_freed_memory
+from fastrpb.progress import Progress
 from fastrpb.run import BusyError, Run, read_records, same_config
-from fastrpb.train import Interruption, Progress, train
+from fastrpb.train import Interruption, train
 
 _LOOK_AGAIN = 1.0  # seconds between looks at the runs of other processes
 

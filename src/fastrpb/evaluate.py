@@ -37,18 +37,18 @@ class Metrics(NamedTuple):
 def evaluate(
     model: nn.Module,
     split: Split,
-    facts: Task,
-    batch_size: int,
+    config: RunConfig,
     accelerator: Accelerator,
     between: Callable[[], None] = lambda: None,
 ) -> Metrics:
     """Loss, accuracy and macro F1 over a split, by all processes together."""
+    facts = task_of(config)
     classes = len(facts.classes)
     confusion = torch.zeros(classes, classes, dtype=torch.int64, device=accelerator.device)
     loss = torch.zeros((), device=accelerator.device)
     batches = Batches(
         split,
-        batch_size,
+        EVALUATION_BATCHES * config.batch_size,
         pad_id=facts.pad_id,
         shuffle=False,
         rank=accelerator.process_index,
@@ -132,9 +132,8 @@ def evaluate_run(
     data = load_data(config, data_dir)
     accelerator = make_accelerator(config, cpu)
     rows: Split = getattr(data, split)
-    size = EVALUATION_BATCHES * config.batch_size
     with clear_errors(config, accelerator), own_random_numbers(accelerator.device):
-        return evaluate(accelerator.prepare(model), rows, data.task, size, accelerator)
+        return evaluate(accelerator.prepare(model), rows, config, accelerator)
 
 
 def predict(folder: str | Path, items: Sequence[str]) -> list[tuple[str, float]]:

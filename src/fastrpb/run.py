@@ -63,7 +63,9 @@ class Run:
         try:
             return load_config(self.config_file)
         except ValueError as error:
-            lost = self.steps() and _object(self.config_file.read_text(errors="replace")) is None
+            lost = (
+                self.steps() and json_object(self.config_file.read_text(errors="replace")) is None
+            )
             advice = f"; remove it and give its options again with --out {self.folder}"
             raise ValueError(f"{error}{advice if lost else ''}") from None
 
@@ -132,7 +134,7 @@ class Run:
         """The record of a finished run."""
         if not self.result_file.exists():
             return None
-        record = _object(self.result_file.read_text(errors="replace"))
+        record = json_object(self.result_file.read_text(errors="replace"))
         if record is None or not _is_record(record):
             raise ValueError(
                 f"{self.result_file} is damaged; its record may be in {self.results_file}; "
@@ -222,7 +224,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         lines = path.read_text().splitlines()
     except UnicodeDecodeError:
         raise ValueError(f"{path} is no file of records: it is not text") from None
-    values = [_object(line) for line in lines]
+    values = [json_object(line) for line in lines]
     if len(lines) > 1 and not any(values):
         raise ValueError(f"{path} is no file of records such as results.jsonl")
     for number, value in enumerate(values, 1):
@@ -232,7 +234,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             raise ValueError(f"{path}: line {number} is damaged; remove it")
 
 
-def _object(line: str) -> dict[str, Any] | None:
+def json_object(line: str | bytes) -> dict[str, Any] | None:
     """What a line of JSON holds; None where that is not an object."""
     try:
         value = json.loads(line)

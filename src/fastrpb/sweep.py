@@ -1,6 +1,5 @@
 """The paper's search of the learning rate: Bayesian, over trials that many machines can share."""
 
-import json
 import math
 import os
 from collections.abc import Callable
@@ -18,8 +17,9 @@ from optuna.trial import FrozenTrial, TrialState
 from fastrpb.config import RunConfig, differences, from_json, to_json
 from fastrpb.evaluate import Metrics, load_data
 from fastrpb.files import replacing
-from fastrpb.run import Run
-from fastrpb.train import DivergedError, Progress, train
+from fastrpb.progress import Progress
+from fastrpb.run import Run, json_object
+from fastrpb.train import DivergedError, train
 
 _FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
@@ -127,8 +127,6 @@ def _open(config: RunConfig, folder: Path, digest: str) -> optuna.Study:
             load_if_exists=True,
         )
         saved, data = (study.user_attrs.get(name) for name in ("config", "data"))
-        if data is None:  # new, or of an older version
-            study.set_user_attr("data", digest)
         if saved is None:
             study.set_user_attr("config", to_json(config))
         else:
@@ -138,11 +136,13 @@ def _open(config: RunConfig, folder: Path, digest: str) -> optuna.Study:
                     f"the study in {folder} searches another config: {'; '.join(changed)}; "
                     "choose another folder by --out"
                 )
-            if data not in (None, digest):
-                raise ValueError(
-                    f"the study in {folder} searches on other data; take the --data-dir of then, "
-                    "or choose another folder by --out"
-                )
+        if data is None:  # new, or of an older version
+            study.set_user_attr("data", digest)
+        elif data != digest:
+            raise ValueError(
+                f"the study in {folder} searches on other data; take the --data-dir of then, or "
+                "choose another folder by --out"
+            )
         _queue_again(study, folder)
     return study
 
@@ -157,21 +157,13 @@ def _mend(journal: str) -> None:
         if whole != content:
             os.truncate(journal, len(whole))
         for number, line in enumerate(whole.splitlines(), 1):
-            if not _is_json(line):
+            if json_object(line) is None:
                 raise ValueError(
                     f"{journal}: line {number} is damaged; remove it, or choose another folder by "
                     "--out"
                 )
     finally:
         lock.release()
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
 
 
 def _queue_again(study: optuna.Study, folder: Path) -> None:

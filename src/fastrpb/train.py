@@ -12,11 +12,11 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -48,6 +48,7 @@ from fastrpb.evaluate import (
 from fastrpb.model import save_model
 from fastrpb.presets import name_of
 from fastrpb.processes import caught_signals
+from fastrpb.progress import Progress, State, Window
 from fastrpb.replay import Replayed, own_stream
 from fastrpb.run import Run, peak_memory, provenance
 from fastrpb.state_dicts import StateDicts
@@ -56,17 +57,6 @@ TRACKERS = ("tensorboard", "wandb")
 _LENGTHS = 64  # compiled batches have a multiple of so many tokens: few shapes to record
 _FEW = 0.01  # of the sequences padded: most compiled batches then do without masks
 _REPORT_EVERY = 10  # steps; the loss is read only then, so that a GPU need not wait at each step
-
-
-class Progress(NamedTuple):
-    """How a run stands; loss, accuracy and speed over the last steps."""
-
-    step: int
-    steps: int
-    loss: float
-    accuracy: float
-    tokens_per_second: float
-    seconds_left: float
 
 
 class Interruption(Exception):  # noqa: N818, nothing went wrong
@@ -173,10 +163,9 @@ class _Trainer:
         self.signals: list[int] = []
         self.data, self.digest = data, data.digest()
         self.batches = self._train_batches()
-        self.masked = config.compile and _padded(data.train) > _FEW  # for one program, not two
+        self.masked = config.compile and data.train.padded > _FEW  # for one program, not two
         self.steps = config.steps or (config.epochs or 0) * len(self.batches)
         self.eval_every = config.eval_every or len(self.batches)
-        self.evaluated = EVALUATION_BATCHES * config.batch_size  # at a time
         seed_from("weights", config.seed)
         model = build(config)
         self.parameters = sum(p.numel() for p in model.parameters())
@@ -200,10 +189,10 @@ class _Trainer:
         # Not where processes exchange gradients during a pass, or blocks are computed again.
         usual = accelerator.num_processes == 1 and not config.model.checkpoint
         self.replays = config.compile and usual and accelerator.device.type == "cuda"
-        self.state = _State()
+        self.state = State()
         self.best: dict[str, Tensor] = {}  # weights of the best validation, where they are kept
         self.saved: int | None = None
-        self.window = _Window()
+        self.window = Window()
 
     def fit(self) -> dict[str, Any]:
         self._restore()
@@ -313,7 +302,7 @@ class _Trainer:
         loss, accuracy = rows.mean(0).tolist()
         state.seconds += seconds
         state.tokens += round(tokens)
-        self.window = _Window()
+        self.window = Window()
         speed = tokens / seconds
         left = state.seconds / state.step * (self.steps - state.step)
         if self.accelerator.is_main_process:
@@ -345,18 +334,14 @@ class _Trainer:
     def _try_evaluation(self) -> None:
         """Of one batch: for want of memory, say, it should fail now, not after the last step."""
         validation = self.data.validation
-        self._evaluate(validation.take(torch.arange(min(self.evaluated, len(validation)))))
+        size = min(EVALUATION_BATCHES * self.config.batch_size, len(validation))
+        self._evaluate(validation.take(torch.arange(size)))
 
     def _evaluate(self, split: Split) -> Metrics:
         # To compile for batches of evaluation too, and for the last, takes longer than it saves.
         with torch.compiler.set_stance("force_eager"):
             metrics = evaluate(
-                self.model,
-                split,
-                self.data.task,
-                self.evaluated,
-                self.accelerator,
-                self._stop_if_asked,
+                self.model, split, self.config, self.accelerator, self._stop_if_asked
             )
         if not math.isfinite(metrics.loss):
             self._diverged(f"the loss of an evaluation is {metrics.loss} at step {self.state.step}")
@@ -421,7 +406,7 @@ class _Trainer:
         scaler = state.pop("scaler", None)
         if scaler is not None and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(scaler)
-        self.state = _State(**state)
+        self.state = State(**state)
         self.saved = self.state.step
         self.state_dicts.set_weights(under("model.", tensors))
         self.best = under("best.", tensors)
@@ -459,44 +444,9 @@ class _Trainer:
         return record
 
 
-@dataclass
-class _State:
-    """How far a run is, as a checkpoint holds it beside the tensors."""
-
-    step: int = 0
-    validated: int = 0  # the step of the last validation
-    kept: int = 0  # the step whose weights are kept
-    validation: dict[str, float] = field(default_factory=dict)  # of these
-    seconds: float = 0.0  # of training, without validation and saving
-    tokens: int = 0
-    memory: int = 0
-
-
-class _Window:
-    """Loss and accuracy of the steps since the last report, still on the device."""
-
-    def __init__(self) -> None:
-        self.sums: dict[int, Tensor] = {}
-        self.tokens = 0
-        self.start = 0.0
-
-    def begin(self) -> None:
-        if not self.sums:
-            self.start = time.perf_counter()
-
-    def add(self, step: int, values: Tensor) -> None:
-        self.sums[step] = self.sums.get(step, 0) + values
-
-
 class _Stop(Exception):  # noqa: N818
     def __init__(self, number: int):
         self.number = number
-
-
-def _padded(split: Split) -> float:
-    """The share of sequences that are shorter than the longest."""
-    lengths = split.lengths
-    return (lengths < lengths.max()).double().mean().item()
 
 
 def _compile(model: Any, config: RunConfig) -> None:

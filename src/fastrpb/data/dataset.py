@@ -85,6 +85,12 @@ class Split:
         """(n, 1), or (n, 2) for pairs."""
         return self.sequences.lengths[self.index]
 
+    @property
+    def padded(self) -> float:
+        """The share of sequences that are shorter than the longest."""
+        lengths = self.lengths
+        return (lengths < lengths.max()).double().mean().item()
+
     def take(self, rows: Tensor) -> "Split":
         return replace(self, index=self.index[rows], labels=self.labels[rows])
 
