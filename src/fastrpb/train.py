@@ -8,6 +8,7 @@ what it would have computed uninterrupted, bit for bit on the CPU.
 
 import itertools
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -56,6 +57,7 @@ from fastrpb.state_dicts import StateDicts
 TRACKERS = ("tensorboard", "wandb")
 _LENGTHS = 64  # compiled batches have a multiple of so many tokens: few shapes to record
 _FEW = 0.01  # of the sequences padded: most compiled batches then do without masks
+_SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"  # of the GPU, which several processes then share
 _REPORT_EVERY = 10  # steps; the loss is read only then, so that a GPU need not wait at each step
 
 
@@ -313,9 +315,16 @@ class _Trainer:
             raise _Stop(self.signals[0] if self.signals else signal.SIGTERM)
 
     def _diverged(self, what: str) -> NoReturn:
+        what += f"; the state of step {self.saved} is saved in {self.run.folder}"
+        share = os.environ.get(_SHARE)
+        if share is not None:  # no learning rate mends this
+            raise ValueError(
+                f"{what}; with {_SHARE}={share} products of finite numbers have been NaN on a GPU: "
+                "resume without it"
+            )
         raise DivergedError(
-            f"{what}; the state of step {self.saved} is saved in {self.run.folder}; try a lower "
-            f"learning rate than {self.config.learning_rate:g}, a longer warm-up, or clip=1"
+            f"{what}; try a lower learning rate than {self.config.learning_rate:g}, a longer "
+            "warm-up, or clip=1"
         )
 
     def _validate(self) -> None:

@@ -178,6 +178,15 @@ def test_a_loss_that_is_no_number(small, tmp_path):
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+def test_a_loss_that_is_no_number_in_a_share_of_a_gpu(small, tmp_path, monkeypatch):
+    """Not the learning rate's fault, so a sweep must not go on to the next one."""
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "33")
+    config = small(steps=200, learning_rate=1e30, warmup=0)
+    with pytest.raises(ValueError, match="AGE=33 products .* NaN on a GPU: resume without") as got:
+        train(config, tmp_path / "run", cpu=True)
+    assert not isinstance(got.value, DivergedError)
+
+
 def fill(config, folder):
     """The first saves fit, then the disk is full."""
     torch.set_num_threads(1)
