@@ -67,11 +67,19 @@ def resolve(
     if (task is None) == (config is None):
         raise ValueError("give one of TASK, --config FILE and, to go on with a run, --resume RUN")
     if config is not None:
-        return override(load_config(config), values)
-    if strongest:
-        return override(best(task), values)  # pyright: ignore[reportArgumentType]
-    cell = {name: values[name] for name in ("attention", "features", "position") if name in values}
-    return override(preset(task, **cell), values)  # pyright: ignore[reportArgumentType]
+        base = load_config(config)
+    elif strongest:
+        base = best(task)  # pyright: ignore[reportArgumentType]
+    else:
+        names = ("attention", "features", "position")
+        base = preset(task, **{name: values[name] for name in names if name in values})  # pyright: ignore[reportArgumentType]
+    resolved = override(base, values)
+    if "features" in values and resolved.model.attention == "softmax":
+        raise ValueError(
+            f"softmax attention has no features={values['features']!r}: leave --features out, or "
+            "add --attention linear"
+        )
+    return resolved
 
 
 def whole_number(name: str, word: str) -> int:

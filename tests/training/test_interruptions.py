@@ -182,7 +182,7 @@ def test_a_loss_that_is_no_number_in_a_share_of_a_gpu(small, tmp_path, monkeypat
     """Not the learning rate's fault, so a sweep must not go on to the next one."""
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "33")
     config = small(steps=200, learning_rate=1e30, warmup=0)
-    with pytest.raises(ValueError, match="AGE=33 products .* NaN on a GPU: resume without") as got:
+    with pytest.raises(ValueError, match=r"AGE=33 products .* NaN on a GPU: resume without") as got:
         train(config, tmp_path / "run", cpu=True)
     assert not isinstance(got.value, DivergedError)
 

@@ -90,6 +90,10 @@ def test_train_evaluate_resume_and_config(run, tmp_path):
         (["train", "digts"], "unknown task 'digts'; did you mean digits?"),
         (["train", "digits", "--postion", "none"], "--position"),
         (["train", "digits", "--features", "sikv"], "'sikv' is not one of 'sikf'"),
+        (
+            ["train", "digits", "--attention", "softmax", "--features", "dpfp"],
+            "softmax attention has no features='dpfp': leave --features out",
+        ),
         (["train", "digits", "--position", "rpe"], "linear attention never forms"),
         (["train", "text", "--position", "fastrpb2d"], "needs image=(height, width)"),
         (["train", "digits", "--max-length", "9"], "digits always has 64 pixels"),
