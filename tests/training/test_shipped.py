@@ -119,7 +119,7 @@ def test_what_stands_beside_the_papers_figures(task, paper, metric):
     assert f"| {percent(first['metrics']['test'][metric])}" in README
 
 
-CELLS = ("text", "retrieval", "listops")
+CELLS = ("text", "retrieval", "listops", "cifar10")
 
 
 @pytest.mark.parametrize("task", CELLS)
