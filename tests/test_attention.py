@@ -435,3 +435,23 @@ def test_what_cannot_be_added_raises(plus, error, words):
     x = torch.randn(2, 1, 5, 4)
     with pytest.raises(error, match=words):
         linear_attention(x, x, x, phi=sikf, plus=plus)
+
+
+@phis
+def test_weights_in_half_precision_and_under_autocast(phi):
+    q, k = 40 * torch.rand(2, 1, 2, 30, 8)
+    wanted = linear_attention_weights(q, k, phi=phi)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(linear_attention_weights(q, k, phi=phi), wanted)
+    q, k = q.half(), k.half()
+    weights = linear_attention_weights(q, k, phi=phi)
+    assert weights.dtype == torch.float16
+    wanted = linear_attention_weights(q.float(), k.float(), phi=phi)
+    torch.testing.assert_close(weights, wanted.half())
+
+
+@causals
+def test_shapes_on_the_meta_device(causal):
+    q, k, v = torch.randn(3, 2, 4, 100, 8, device="meta")
+    assert linear_attention(q, k, v, phi=sikf, causal=causal).shape == (2, 4, 100, 8)
+    assert FastRPB(4, 100, causal=causal).to("meta")(v).shape == (2, 4, 100, 8)

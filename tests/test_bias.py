@@ -482,3 +482,17 @@ V = torch.randn(2, 3, 10, 4)
 def test_bad_input_names_the_argument_and_its_numbers(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+@pytest.mark.parametrize(
+    "rpb", [FastRPB(3, 20, dropout=0.5), FastRPB2d(3, 4, 5, dropout=0.5)], ids=["1d", "2d"]
+)
+def test_resized_it_trains_as_before(rpb):
+    size = (20,) if isinstance(rpb, FastRPB) else (4, 5)
+    v = torch.randn(2, 3, 20, 4)
+    same = rpb.requires_grad_(False).eval().resize(*size)
+    assert not same.w.requires_grad
+    torch.testing.assert_close(same(v), rpb(v))
+    again = rpb.requires_grad_(True).train().resize(*size)
+    assert again.training
+    assert again.w.requires_grad

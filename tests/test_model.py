@@ -366,7 +366,10 @@ def test_save_and_load(make, tmp_path):
         assert torch.equal(a, b), name
     assert not other.training
     save_model(model.bfloat16(), tmp_path / "model.safetensors")
-    assert next(load_model(tmp_path / "model.safetensors").parameters()).dtype == torch.bfloat16
+    half = load_model(tmp_path / "model.safetensors")
+    assert next(half.parameters()).dtype == torch.bfloat16
+    tokens = torch.zeros(2, half.config.max_length, dtype=torch.int64)
+    assert half(*(1 + isinstance(half, PairClassifier)) * [tokens]).dtype == torch.bfloat16
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 

@@ -122,3 +122,21 @@ def test_mistakes_get_one_sentence(tmp_path):
     with pytest.raises(ValueError, match=r"is a folder; name a file in it, as .*model\.onnx"):
         export(model, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("max_length", [1, 300])
+def test_causal_with_large_keys_to_come(max_length, tmp_path):
+    """What is large later must not make what was there before vanish; more chunks than traced."""
+    settings = {**SMALL, **LANGUAGE, "max_length": max_length, "position": "none"}
+    settings["absolute"] = "none"
+    model = LanguageModel(ModelConfig(**settings)).eval()
+    torch.nn.init.normal_(model.encoder.embedding.weight)
+    with torch.no_grad():
+        model.encoder.blocks[0].attention.qkv.weight[12:24] *= 300
+    session = onnxruntime.InferenceSession(export(model, tmp_path / "model.onnx"))
+    for length in {1, max_length}:
+        tokens, mask = batch(3, length)
+        with torch.no_grad():
+            wanted = model(tokens, mask)
+        got = run(session, ["tokens", "mask"], (tokens, mask))
+        torch.testing.assert_close(got[mask], wanted[mask], rtol=1e-3, atol=1e-4)

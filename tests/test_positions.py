@@ -274,3 +274,35 @@ def test_logits_reach_softmax_attention(logits):
         torch.ones(20, 20).triu(1).bool(), -torch.inf
     )
     torch.testing.assert_close(y, scores.softmax(-1) @ v, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("encoding", [SineSPE(2, 4), ConvSPE(2, 4)], ids=["sine", "conv"])
+def test_reset_sets_the_gate_too(encoding):
+    torch.nn.init.constant_(encoding.gate, torch.nan)
+    encoding.reset_parameters()
+    assert not encoding.gate.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_far_waves_in_half_precision(dtype, monkeypatch):
+    """With the identity for noise, codes give P itself: right to the rounding of its factors."""
+    sine = SineSPE(2, 4, num_sines=10, num_realizations=20, gated=False).to(dtype)
+    exact = SineSPE(2, 4, num_sines=10, num_realizations=20, gated=False).double()
+    exact.load_state_dict(sine.state_dict())
+    identity = torch.eye(20, dtype=dtype)
+    monkeypatch.setattr(torch, "randn", lambda shape, **_: identity.expand(shape))
+    q, k = sine.codes(1024, dtype)
+    error = (q.double() @ k.double().mT - exact.covariance(1024)).abs().max()
+    assert error < 4 * torch.finfo(dtype).eps
+    assert (sine.covariance(1024) - exact.covariance(1024)).abs().max() < 4 * torch.finfo(dtype).eps
+
+
+def test_buckets_do_not_depend_on_the_default_dtype():
+    bias = T5Bias(2)
+    wanted = bias.buckets(300, 300)
+    for dtype in (torch.bfloat16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            assert torch.equal(bias.buckets(300, 300), wanted)
+        finally:
+            torch.set_default_dtype(torch.float32)

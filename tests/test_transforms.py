@@ -6,7 +6,19 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from fastrpb import FastRPB, FastRPB2d, init, toeplitz, toeplitz_matmul, toeplitz_matmul_2d
+from fastrpb import (
+    Classifier,
+    FastRPB,
+    FastRPB2d,
+    ModelConfig,
+    elu1,
+    init,
+    linear_attention,
+    sikf,
+    toeplitz,
+    toeplitz_matmul,
+    toeplitz_matmul_2d,
+)
 from oracles import assert_product
 
 BACKENDS = [
@@ -124,3 +136,45 @@ def test_vmap_2d():
     got = torch.func.vmap(lambda w, v: toeplitz_matmul_2d(w, v, (3, 4), impl="fft"))(w, v)
     for i in range(3):
         torch.testing.assert_close(got[i], toeplitz_matmul_2d(w[i], v[i], (3, 4), impl="dense"))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_exports_a_bias_up_to_its_longest(causal):
+    rpb = FastRPB(3, 500, causal=causal, init=init.normal(1.0))
+    length = torch.export.Dim("length", min=2, max=500)
+    v = torch.randn(2, 3, 40, 4)
+    program = torch.export.export(rpb, (v,), dynamic_shapes=({2: length},))
+    for n in (2, 500):
+        v = torch.randn(2, 3, n, 4)
+        assert_product(program.module()(v), rpb.matrix(n), v, 2 * n)
+
+
+@pytest.mark.parametrize("phi", [sikf, elu1], ids=["sikf", "elu1"])
+@pytest.mark.parametrize("traced", [40, 150])
+def test_exports_causal_attention_for_any_length(phi, traced):
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return linear_attention(q, k, v, phi=phi, causal=True)
+
+    length = {2: torch.export.Dim.AUTO}
+    inputs = tuple(torch.randn(3, 2, 2, traced, 6))
+    program = torch.export.export(Attention(), inputs, dynamic_shapes=3 * (length,)).module()
+    for n in (2, 64, 65, 300):
+        q, k, v = torch.randn(3, 2, 2, n, 6)
+        q, k = 30 * q, 30 * k
+        torch.testing.assert_close(program(q, k, v), Attention()(q, k, v), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_of_each_sequence():
+    model = Classifier(ModelConfig(vocab_size=9, max_length=40, dim=16, layers=2, heads=2)).eval()
+    parameters, tokens = dict(model.named_parameters()), torch.randint(9, (4, 40))
+
+    def loss(parameters, sequence):
+        return torch.func.functional_call(model, parameters, (sequence[None],)).sum()
+
+    gradient = torch.func.grad(loss)
+    each = torch.func.vmap(gradient, (None, 0))(parameters, tokens)
+    for i, sequence in enumerate(tokens):
+        for name, wanted in gradient(parameters, sequence).items():
+            torch.testing.assert_close(each[name][i], wanted, rtol=1e-3, atol=1e-5)

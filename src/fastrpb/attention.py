@@ -30,6 +30,7 @@ from fastrpb.features import (
 )
 from fastrpb.kernels import ops
 from fastrpb.kernels.autograd import apply
+from fastrpb.modes import exact
 
 AttentionImpl = Literal["auto", "torch", "triton"]
 
@@ -96,19 +97,21 @@ def linear_attention_weights(
     """
     _check(q, k, k, mask)
     _check_phi(phi)
-    visible = _visible(q, k, mask, causal)
-    if isinstance(phi, ExpFeatureMap):
-        log_q, log_k = phi.logs(q, k)
-        log_sim = torch.logsumexp(log_q.unsqueeze(-2) + log_k.unsqueeze(-3), dim=-1)
+    visible, dtype = _visible(q, k, mask, causal), q.dtype
+    with exact(q):
+        q, k = _widened(q, k)
+        if isinstance(phi, ExpFeatureMap):
+            log_q, log_k = phi.logs(q, k)
+            log_sim = torch.logsumexp(log_q.unsqueeze(-2) + log_k.unsqueeze(-3), dim=-1)
+            if visible is not None:
+                log_sim = log_sim.masked_fill(~visible, HIDDEN)
+            sim = torch.exp(log_sim - log_sim.amax(-1, keepdim=True))
+        else:
+            phi_q, phi_k = phi(q, k)
+            sim = phi_q @ phi_k.mT
         if visible is not None:
-            log_sim = log_sim.masked_fill(~visible, HIDDEN)
-        sim = torch.exp(log_sim - log_sim.amax(-1, keepdim=True))
-    else:
-        phi_q, phi_k = phi(q, k)
-        sim = phi_q @ phi_k.mT
-    if visible is not None:
-        sim = sim.masked_fill(~visible, 0)
-    return _divide(sim, sim.sum(-1, keepdim=True))
+            sim = sim.masked_fill(~visible, 0)
+        return _divide(sim, sim.sum(-1, keepdim=True)).to(dtype)
 
 
 def linear_attention(
@@ -167,7 +170,7 @@ def linear_attention(
 
 def _plain(phi: Phi, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     dtype = v.dtype
-    with torch.autocast(v.device.type, enabled=False):
+    with exact(v):
         q, k, v = _widened(q, _kept(k, mask), v)
         values = _with_ones(v, mask)
         if not causal:
@@ -344,7 +347,7 @@ def linear_attention_state(
     """
     _check(k, k, v, mask)
     _check_phi(phi)
-    with torch.autocast(v.device.type, enabled=False):
+    with exact(v):
         k, v = _widened(k, v)
         values = _with_ones(v, mask)
         if not isinstance(phi, ExpFeatureMap):
@@ -385,7 +388,7 @@ def linear_attention_step(
             f"the state {tuple(state.sums.shape)} is not of a stream like v {tuple(v.shape)}"
         )
     dtype = v.dtype
-    with torch.autocast(v.device.type, enabled=False):
+    with exact(v):
         q, k, v = _widened(q, k, v)
         values = _with_ones(v, mask)
         if isinstance(phi, ExpFeatureMap):

@@ -27,9 +27,11 @@ from fastrpb.checks import (
     compute_dtype,
 )
 from fastrpb.init import Copies, Init, decay, local
+from fastrpb.modes import exact, exporting
 from fastrpb.toeplitz import toeplitz, toeplitz_matmul
 
 _HELD = 0.1  # where the envelope is less, first weights count for less than the init says
+_FEW = 1 / 8  # of the tokens before them: so many more of a stream take steps
 _BLOCK = 64  # tokens of a stream that are summed directly: below, products cost more than they save
 
 
@@ -109,7 +111,9 @@ class Bias(nn.Module, ABC):
         """The distances that `w` stores, by axis."""
 
     def _give_to(self, new: "Bias") -> None:
-        """The weights of common distances; others become zero."""
+        """The weights of common distances; others become zero. And whether it trains."""
+        new.train(self.training)
+        new.w.requires_grad_(self.w.requires_grad)
         new.w.zero_()
         mine, its = self.w.detach(), new.w.detach()
         axes = zip(self._distances(), new._distances(), strict=True)
@@ -288,6 +292,8 @@ class FastRPB(Bias):
     def _part(self, first: int, last: int) -> Tensor:
         """The stored weights `first` to before `last`, as they count."""
         distance = None if self.envelope is None else self._distance_of(first, last)
+        if exporting():  # to slice to the end would be a case of its own
+            return self._used(self.w[:, torch.arange(first, last, device=self.w.device)], distance)
         return self._used(self.w[:, first:last], distance)
 
     def weights(self, length: int) -> Tensor:
@@ -321,7 +327,8 @@ class FastRPB(Bias):
             v: (batch, heads, length, dim), or without batch. Prefix tokens come first.
             mask: (batch, length) bool, True = keep: the others (padding) contribute nothing.
             state: of a causal stream (see `init_state`): v goes on from its tokens. It is changed
-                in place. The first tokens take O(L log L) time together, later ones step.
+                in place; gradients reach v and w, not the tokens before. A few tokens without
+                gradients step; else the L tokens so far take O(L log L) time together.
 
         Returns:
             (batch, heads, length, dim) in the dtype of v. Rows of prefix tokens are zero.
@@ -335,25 +342,34 @@ class FastRPB(Bias):
         if state is None:
             return super().forward(v, mask)
         self._check_stream(v, mask, state)
-        if not state.tokens and v.shape[-2] > self.prefix:
-            y = super().forward(v, mask)
-            self._begin(v, mask, state)
-            return y
         v = _kept(v, mask)
+        learns = torch.is_grad_enabled() and (v.requires_grad or self.w.requires_grad)
+        if learns or v.shape[-2] >= _FEW * state.tokens:
+            return self._go_on(v, state)
         steps = [self.step(v[..., t : t + 1, :], state)[0] for t in range(v.shape[-2])]
         return torch.cat(steps, -2)
 
-    @torch.no_grad()
-    def _begin(self, v: Tensor, mask: Tensor | None, state: "BiasState") -> None:
-        """Bring an empty state to where as many steps would."""
-        v = _kept(v, mask)
-        state.tokens = v.shape[-2]
-        t = state.tokens - self.prefix
-        state.history[..., :t, :] = v[..., self.prefix :, :]
-        t = t // _BLOCK * _BLOCK
-        while t:  # of all the shares that the steps give, these reach outputs to come
-            self._share(state, t)
-            t &= t - 1
+    def _go_on(self, v: Tensor, state: "BiasState") -> Tensor:
+        """As many steps at once: one product over all tokens so far."""
+        prefix = min(v.shape[-2], max(0, self.prefix - state.tokens))
+        start = max(0, state.tokens - self.prefix)
+        v, zeros = v[..., prefix:, :], torch.zeros_like(v[..., :prefix, :])
+        state.tokens += prefix + v.shape[-2]
+        if not v.shape[-2]:
+            return zeros
+        end, n = start + v.shape[-2], self.max_length
+        values = v
+        if start:
+            values = torch.cat([state.history[..., :start, :], v.to(state.history.dtype)], -2)
+        weights = nn.functional.pad(self._part(n - end, n), (0, end - start - 1))
+        y = toeplitz_matmul(weights, values, out_length=end - start).to(v.dtype)
+        with torch.no_grad():
+            state.history[..., start:end, :] = v
+            t = end // _BLOCK * _BLOCK
+            while t > start:  # of all the shares that the steps give, these reach outputs to come
+                self._share(state, t)
+                t &= t - 1
+        return torch.cat([zeros, y], -2) if prefix else y
 
     def init_state(self, v: Tensor) -> "BiasState":
         """The state before the first token of a stream; v (batch, heads, ..., dim) gives the sizes.
@@ -394,7 +410,7 @@ class FastRPB(Bias):
         history[..., t : t + 1, :] = v
         t += 1
         first = (t - 1) // _BLOCK * _BLOCK
-        with torch.autocast(v.device.type, enabled=False):  # it would round both factors
+        with exact(v):
             w = self._part(n - (t - first), n).unsqueeze(1)
             near = w.to(history.dtype) @ history[..., first:t, :]
         y = pending[..., t - 1 : t, :] + near

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from fastrpb.features import HIDDEN, ExpFeatureMap, Phi
+from fastrpb.modes import exporting
 
 _CHUNK = 64  # positions that are handled by their quadratic definition
 
@@ -17,17 +18,21 @@ def causal_sums(phi: Phi, q: Tensor, k: Tensor, values: Tensor, mask: Tensor | N
         (first, second), run, hidden = phi.logs(q, k, mask), _causal_exp, HIDDEN
     else:
         (first, second), run, hidden = phi(q, k, mask), _causal_plain, 0.0
-    length = -(-m // _CHUNK) * _CHUNK
-    first = _pad_length(first, length, 0.0)
-    second = _pad_length(second, length, hidden)
-    values = _pad_length(values[..., :keys, :], length, 0.0)
-    return run(first, second, values)[..., :m, :]
+    chunks = _chunks(first, m, 0.0), _chunks(second, m, hidden)
+    return run(*chunks, _chunks(values[..., :keys, :], m, 0.0)).flatten(-3, -2)[..., :m, :]
+
+
+def _chunks(x: Tensor, length: int, fill: float) -> Tensor:
+    """(..., positions, features) → (..., chunks, _CHUNK, features), for at least `length`."""
+    # To a tracer no padding, one chunk, or one chunk before the last would be cases of their own.
+    count = (length + _CHUNK - 1) // _CHUNK + 2 * exporting()
+    x = torch.nn.functional.pad(x, (0, 0, 0, count * _CHUNK - x.shape[-2]), value=fill)
+    return x.unflatten(-2, (-1, _CHUNK))
 
 
 def _causal_plain(phi_q: Tensor, phi_k: Tensor, values: Tensor) -> Tensor:
-    phi_q, phi_k, values = (x.unflatten(-2, (-1, _CHUNK)) for x in (phi_q, phi_k, values))
     before = _delay((phi_k.mT @ values).cumsum(-3), 1, 0.0)
-    return (phi_q @ before + (phi_q @ phi_k.mT).tril() @ values).flatten(-3, -2)
+    return phi_q @ before + (phi_q @ phi_k.mT).tril() @ values
 
 
 def _causal_exp(log_q: Tensor, log_k: Tensor, values: Tensor) -> Tensor:
@@ -39,37 +44,60 @@ def _causal_exp(log_q: Tensor, log_k: Tensor, values: Tensor) -> Tensor:
     each row, all earlier chunks; then, within the chunk, the left half if the row is in the right
     one, and so on down to single keys; and the row's own key.
     """
-    top = (log_q + log_k.cummax(-2).values).amax(-1, keepdim=True).detach()
-    y = torch.exp(log_q + log_k - top).sum(-1, keepdim=True) * values
+    sums, shift = _earlier_chunks(log_k, values)
+    highest = torch.maximum(_highest_so_far(log_k), shift.mT)
+    queries = log_q - (log_q + highest).amax(-1, keepdim=True).detach()
+    y = torch.exp(queries + shift.mT) @ sums
+    y = y + torch.exp(queries + log_k).sum(-1, keepdim=True) * values
     half = _CHUNK // 2
     while half:
-        left, right = _halves(log_k, half)[0], _halves(log_q - top, half)[1]
-        shift = left.detach().amax(-2, keepdim=True)
-        sim = torch.exp(right + shift) @ torch.exp(left - shift).mT
+        left, right = _halves(log_k, half)[0], _halves(queries, half)[1]
+        most = left.detach().amax(-2, keepdim=True)
+        sim = torch.exp(right + most) @ torch.exp(left - most).mT
         block = sim @ _halves(values, half)[0]
         y = y + torch.stack([torch.zeros_like(block), block], -3).flatten(-4, -2)
         half //= 2
-    sums, shift = _earlier_chunks(log_k, values)
-    queries = (log_q - top).unflatten(-2, (-1, _CHUNK))
-    return y + (torch.exp(queries + shift.mT) @ sums).flatten(-3, -2)
+    return y
+
+
+def _highest_so_far(x: Tensor) -> Tensor:
+    """The largest of each position and those before it in its chunk; ONNX has no cummax."""
+    x = x.detach()
+    step = 1
+    while step < _CHUNK:
+        earlier = torch.nn.functional.pad(x[..., :-step, :], (0, 0, step, 0), value=HIDDEN)
+        x = torch.maximum(x, earlier)
+        step *= 2
+    return x
 
 
 def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    left, right = x.unflatten(-2, (-1, 2, half)).unbind(-3)
+    left, right = x.unflatten(-2, (_CHUNK // (2 * half), 2, half)).unbind(-3)
     return left, right
 
 
 def _earlier_chunks(log_k: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Σ exp(k - shift)·values over all chunks before each, by a scan of log2(chunks) steps."""
-    log_k, values = (x.unflatten(-2, (-1, _CHUNK)) for x in (log_k, values))
     shift = log_k.detach().amax(-2).unsqueeze(-1)  # (..., chunks, features, 1)
     sums = torch.exp(log_k - shift.mT).mT @ values
+    if exporting():  # for any number of chunks, and so of steps
+        return _all_earlier(sums, shift)
     sums, shift = _delay(sums, 1, 0.0), _delay(shift, 1, HIDDEN)
     step = 1
     while step < sums.shape[-3]:
         sums, shift = add_shifted(sums, shift, _delay(sums, step, 0.0), _delay(shift, step, HIDDEN))
         step *= 2
     return sums, shift
+
+
+def _all_earlier(sums: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums over all chunks before each, by a matrix of all chunks."""
+    order = torch.arange(sums.shape[-3], device=sums.device)
+    later = (order[:, None] <= order)[:, :, None, None]
+    each = shift.unsqueeze(-4).masked_fill(later, HIDDEN)  # (..., chunks, chunks, features, 1)
+    highest = each.amax(-3)
+    weights = torch.exp(each - highest.unsqueeze(-3)).squeeze(-1)
+    return torch.einsum("...cjf,...jfd->...cfd", weights, sums), highest
 
 
 def _delay(x: Tensor, chunks: int, fill: float) -> Tensor:
@@ -80,7 +108,3 @@ def add_shifted(a: Tensor, shift_a: Tensor, b: Tensor, shift_b: Tensor) -> tuple
     """a·exp(shift_a) + b·exp(shift_b), again as sums and their shift."""
     shift = torch.maximum(shift_a, shift_b)
     return a * torch.exp(shift_a - shift) + b * torch.exp(shift_b - shift), shift
-
-
-def _pad_length(x: Tensor, length: int, value: float) -> Tensor:
-    return torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[-2]), value=value)

@@ -160,7 +160,8 @@ class SelfAttention(nn.Module):
             raise ValueError(
                 "only causal linear attention with FastRPB or without positions runs token by token"
             )
-        y, stream.attention = self.attend.stream(q, k, values, mask, stream.attention)
+        y, after = self.attend.stream(q, k, values, mask, stream.attention)
+        stream.attention = LinearState(*(x.detach() for x in after))
         y = merge_heads(y)
         if self.bias is not None:
             v = split_heads(v, self.bias.num_heads)

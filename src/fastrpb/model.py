@@ -169,8 +169,8 @@ class Encoder(nn.Module):
             raise ValueError(
                 f"tokens must be (batch, length) ids, got {tokens.dtype} {tuple(tokens.shape)}"
             )
-        on_cpu = tokens.device.type == "cpu" and not torch.compiler.is_compiling()
-        if ids and on_cpu and tokens.numel():
+        traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        if ids and tokens.device.type == "cpu" and tokens.numel() and not traced:
             low, high = (int(x) for x in tokens.aminmax())
             if low < 0 or high >= self.embedding.num_embeddings:
                 raise ValueError(

@@ -1,7 +1,8 @@
 """Models as ONNX files, for any batch and length: `pip install 'fastrpb[onnx]'`.
 
 W·v stays O(N log N): the operator `fastrpb::toeplitz_fft` becomes ONNX's DFT. Causal linear
-attention takes its dense form, O(N²): its scan over chunks has as many steps as the length asks.
+attention sums its chunks of 64 tokens by a matrix of all chunks instead of a scan, whose steps the
+length would number.
 """
 
 import copy
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from fastrpb.files import replacing, shipped_or
-from fastrpb.layers import LinearAttention
 from fastrpb.model import MODELS, PairClassifier, load_model
 from fastrpb.model_config import ModelConfig
 
@@ -83,8 +83,8 @@ def _weights_file(run: Path) -> Path:
 
 def _inputs(model: nn.Module, config: ModelConfig) -> dict[str, Tensor]:
     """What to trace the model with."""
-    # Sizes of 0 and 1 are special to the tracer, and so is the longest: it needs all weights.
-    length = config.max_length if config.position == "fastrpb2d" else max(2, config.max_length // 2)
+    # Sizes of 0 and 1 are special to the tracer.
+    length = config.max_length if _one_length(config) else max(2, config.max_length // 2)
     tokens = torch.zeros(2, length, dtype=torch.int64)
     mask = torch.ones(2, length, dtype=torch.bool)
     if not isinstance(model, PairClassifier):
@@ -96,15 +96,15 @@ def _inputs(model: nn.Module, config: ModelConfig) -> dict[str, Tensor]:
 def _dynamic(name: str, config: ModelConfig) -> dict[int, str]:
     """The axes of an input that may have any size, by their names."""
     length = f"{name.removesuffix('_mask')}_length" if name in _PAIR else "length"
-    return {0: "batch"} if config.position == "fastrpb2d" else {0: "batch", 1: length}
+    return {0: "batch"} if _one_length(config) else {0: "batch", 1: length}
+
+
+def _one_length(config: ModelConfig) -> bool:
+    return config.position == "fastrpb2d" or config.max_length == 1
 
 
 def _exportable(model: nn.Module, config: ModelConfig) -> nn.Module:
     model = copy.deepcopy(model).float().cpu().eval()
-    for module in model.modules():
-        attend = getattr(module, "attend", None)
-        if isinstance(attend, LinearAttention) and attend.causal:
-            module.attend = _DenseCausal(attend)
     # ONNX has no errors to raise, but to look a token up beyond the end of a table is one.
     places = torch.zeros(config.max_length, dtype=torch.int64)
 
@@ -114,23 +114,6 @@ def _exportable(model: nn.Module, config: ModelConfig) -> nn.Module:
 
     model.encoder.embedding.register_forward_pre_hook(look_up)  # pyright: ignore
     return model
-
-
-class _DenseCausal(nn.Module):
-    """Causal `linear_attention` by its weights, a matrix of all positions."""
-
-    def __init__(self, attend: LinearAttention):
-        super().__init__()
-        self.phi = attend.phi
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plus: Tensor | None
-    ) -> Tensor:
-        phi_q, phi_k = self.phi(q, k, mask)
-        weights = (phi_q @ phi_k.mT).tril()
-        total = weights.sum(-1, keepdim=True)
-        y = (weights @ v) / total.masked_fill(total == 0, 1)
-        return y if plus is None else y + plus
 
 
 def _translation() -> Callable:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrpb.checks import check_size, check_values, compute_dtype
+from fastrpb.modes import exporting
 from fastrpb.toeplitz import toeplitz_matmul
 
 
@@ -58,7 +59,7 @@ class SinusoidalPositions(nn.Module):
 
         `positions` (batch, length) says which they are where they are not 0, 1, 2, ...
         """
-        return _rows(self.table, x, positions)
+        return _rows(self.table, x, positions).to(x.dtype)  # a model may be cast without its table
 
 
 class RoPE(nn.Module):
@@ -112,7 +113,12 @@ class _SPE(nn.Module, ABC):
         self.num_heads = num_heads
         self.dim = dim
         self.num_realizations = num_realizations
-        self.gate = nn.Parameter(torch.zeros(num_heads, dim, 1, 1)) if gated else None
+        self.gate = nn.Parameter(torch.empty(num_heads, dim, 1, 1)) if gated else None
+
+    def reset_parameters(self) -> None:
+        """As much noise as code; what the code is, a subclass says."""
+        if self.gate is not None:
+            nn.init.zeros_(self.gate)
 
     @abstractmethod
     def codes(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -173,6 +179,7 @@ class SineSPE(_SPE):
 
     def reset_parameters(self) -> None:
         """Slow waves, sigmoid(-4)/2 = 1/110, in any phase."""
+        super().reset_parameters()
         nn.init.normal_(self.frequency, -4.0)
         nn.init.normal_(self.phase)
         nn.init.normal_(self.gain)
@@ -198,7 +205,8 @@ class SineSPE(_SPE):
         return waves(angle + self.phase.unsqueeze(-2)), waves(angle)
 
     def _omega(self) -> Tensor:
-        return math.pi * torch.sigmoid(self.frequency)
+        # Angles grow with the length, and half precisions do not hold them.
+        return math.pi * torch.sigmoid(self.frequency.to(compute_dtype(self.frequency)))
 
     def _gains(self) -> Tensor:
         return nn.functional.normalize(nn.functional.softplus(self.gain), dim=-1)
@@ -232,6 +240,7 @@ class ConvSPE(_SPE):
 
     def reset_parameters(self) -> None:
         """Kernels of norm 1 on average."""
+        super().reset_parameters()
         for kernel in (self.kernel_q, self.kernel_k):
             nn.init.normal_(kernel, std=self.kernel_size**-0.5)
 
@@ -246,7 +255,7 @@ class ConvSPE(_SPE):
     def codes(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         # A filter is Toeplitz; in windows of a few kernels most of its zeros are left out. Exported
         # for a range of lengths, their number would not be known.
-        whole = _exporting() or length <= 2 * self.kernel_size
+        whole = exporting() or length <= 2 * self.kernel_size
         window = length if whole else 2 * self.kernel_size
         count = 1 if whole else -(-length // window)
         size = window + self.kernel_size - 1
@@ -333,7 +342,7 @@ class T5Bias(nn.Module):
         far = d.clamp(max=0).neg() if self.causal else d.abs()
         exact = count // 2
         scale = (count - exact) / math.log(self.max_distance / exact)
-        logarithmic = exact + (torch.log(far.clamp(min=1) / exact) * scale).long()
+        logarithmic = exact + (torch.log(far.clamp(min=1).float() / exact) * scale).long()
         return offset + torch.where(far < exact, far, logarithmic.clamp(max=count - 1))
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
@@ -374,11 +383,6 @@ def _distance(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
 
 
-def _exporting() -> bool:
-    # torch.compiler.is_exporting() is True in what torch 2.11 compiles, too.
-    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
-
-
 def _by_place(x: Tensor, table: Tensor, columns: int) -> Tensor:
     """x_n·table[N-1 + m-n] for x (..., rows, dim), a table (2N-1, dim), m < columns.
 
@@ -386,7 +390,7 @@ def _by_place(x: Tensor, table: Tensor, columns: int) -> Tensor:
     suffice; the gradients of a gather would be sums.
     """
     rows, middle = x.shape[-2], table.shape[0] // 2
-    if _exporting():  # for a range of lengths, which the copies below would fix
+    if exporting():  # for a range of lengths, which the copies below would fix
         index = _distance(rows, columns, x.device) + middle
         return (x @ table.mT).gather(-1, index.expand(*x.shape[:-1], columns))
     width = -(-len(table) // 8) * 8  # tensor cores want rows of 16 bytes

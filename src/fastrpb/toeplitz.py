@@ -5,7 +5,6 @@ position. The last axis of `w` runs over the distances in ascending order, so fo
 `N-1+d` holds `w_d`. Values are (batch, heads, length, dim).
 """
 
-from contextlib import nullcontext
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -16,6 +15,7 @@ from fastrpb.kernels import ops
 from fastrpb.kernels.autograd import apply
 from fastrpb.kernels.fft import toeplitz_fft
 from fastrpb.kernels.product import product
+from fastrpb.modes import exact
 
 Impl = Literal["auto", "dense", "fft", "triton"]
 
@@ -278,9 +278,7 @@ def _dense(matrix: Tensor, v: Tensor) -> Tensor:
     The plain product copies the matrix for every batch element, the wide one copies v.
     """
     batch, heads, n, dim = v.shape
-    # Autocast would round both factors to half precision.
-    exact = torch.is_autocast_enabled(v.device.type)
-    with torch.autocast(v.device.type, enabled=False) if exact else nullcontext():
+    with exact(v):
         if n < 2 * dim or 4 * matrix.shape[-2] <= dim:
             return matrix @ v
         wide = matrix @ v.permute(1, 2, 0, 3).reshape(heads, n, batch * dim)

@@ -325,8 +325,7 @@ def _attention(
             f"biases do not go with attn_implementation={implementation!r}; use one of "
             f"{', '.join(_IMPLEMENTATIONS)}"
         )
-    if _packed(implementation, query, attention_mask, settings):
-        raise ValueError("biases do not go with sequences packed into one row; pad them instead")
+    _check_not_packed(implementation, query, attention_mask, settings)
     output, weights = function(layer, query, key, value, attention_mask, **settings)
     value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     if implementation == "sdpa" and attention_mask is None and query.shape[2] > 1:
@@ -335,21 +334,28 @@ def _attention(
     return output + y.transpose(1, 2).to(output.dtype), weights
 
 
-def _packed(
+def _check_not_packed(
     implementation: str, query: Tensor, attention_mask: Tensor | None, settings: dict
-) -> bool:
-    """Whether a row holds several sequences.
+) -> None:
+    """A row must not hold several sequences.
 
     Flash kernels see that by the positions of a batch of one; the masks of the others show it.
     """
+    sentence = "biases do not go with sequences packed into one row; pad them instead"
     if settings.get("cu_seq_lens_q") is not None or settings.get("cache") is not None:
-        return True
+        raise ValueError(sentence)
     positions = settings.get("position_ids")
-    if positions is None or attention_mask is not None or not implementation.startswith("flash"):
-        return False
-    if len(query) > 1 or query.shape[2] == 1 or torch.compiler.is_compiling():
-        return False
-    return bool((positions.diff() != 1).any())
+    flash = attention_mask is None and implementation.startswith("flash")
+    if flash and positions is not None and len(query) == 1 < query.shape[2]:
+        _require((positions.diff() == 1).all(), sentence)
+
+
+def _require(condition: Tensor, sentence: str) -> None:
+    """Raise where it does not hold; in a compiled program, when that runs."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(condition, sentence)  # pyright: ignore[reportPrivateImportUsage]
+    elif not condition:
+        raise ValueError(sentence)
 
 
 def _term(
@@ -385,26 +391,31 @@ def _keep(mask: Tensor, bias: FastRPB | FastRPB2d) -> Tensor:
         return mask.bool()
     last = mask[:, 0, -1]
     keep = last if last.dtype == torch.bool else last == 0
+    causal = isinstance(bias, FastRPB) and bias.causal
     if torch.compiler.is_compiling():
+        _check_visible(mask, keep, causal)
         return keep
     version = 0 if mask.is_inference() else mask._version  # it may be filled anew
-    if getattr(mask, "_fastrpb_checked", None) == version:
-        return keep
+    if getattr(mask, "_fastrpb_checked", None) != (version, causal):
+        _check_visible(mask, keep, causal)
+        mask._fastrpb_checked = version, causal  # pyright: ignore[reportAttributeAccessIssue]
+    return keep
+
+
+def _check_visible(mask: Tensor, keep: Tensor, causal: bool) -> None:
     visible = mask if mask.dtype == torch.bool else mask == 0
     expected = keep[:, None, None]
-    if isinstance(bias, FastRPB) and bias.causal:
+    if causal:
         queries, n = mask.shape[-2:]
         order = torch.arange(n, device=mask.device)
         expected = expected & (order <= order[:queries, None] + _before(mask))
     # Some versions let queries that are padding see everything, since NaN comes of nothing.
     padding = ~expected.any(-1) & visible.all(-1)
-    if ((visible != expected).any(-1) & ~padding).any():
-        raise ValueError(
-            "biases know padding and causal order, but this attention mask hides other keys "
-            "too (packed sequences, a window or a mask of your own)"
-        )
-    mask._fastrpb_checked = version  # pyright: ignore[reportAttributeAccessIssue]
-    return keep
+    _require(
+        ((visible == expected).all(-1) | padding).all(),
+        "biases know padding and causal order, but this attention mask hides other keys "
+        "too (packed sequences, a window or a mask of your own)",
+    )
 
 
 def _before(mask: Tensor) -> int | Tensor:

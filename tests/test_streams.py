@@ -1,0 +1,70 @@
+"""Chunks of a stream: their values are those of the whole, and gradients reach what is new."""
+
+import pytest
+import torch
+
+from fastrpb import FastRPB, ModelConfig, init
+from fastrpb.hf import FastRPBConfig, FastRPBForCausalLM
+from fastrpb.layers import Stream
+from fastrpb.model import Encoder
+
+LENGTH = 200
+
+
+@pytest.mark.parametrize("prefix", [0, 3])
+@pytest.mark.parametrize("sizes", [(2, 90, 1, 70, 37), (150, 3, 47), (1, 1, 1, 197)])
+@pytest.mark.parametrize("learns", [False, True])
+def test_chunks_of_any_size(prefix, sizes, learns):
+    rpb = FastRPB(3, LENGTH - prefix, causal=True, prefix=prefix, init=init.normal(1.0))
+    v = torch.randn(2, 3, LENGTH, 4)
+    state = rpb.init_state(v)
+    with torch.set_grad_enabled(learns):
+        parts = [rpb(part, state=state) for part in v.split(sizes, -2)]
+    assert parts[-1].requires_grad == learns
+    torch.testing.assert_close(torch.cat(parts, -2), rpb(v), rtol=1e-4, atol=1e-4)
+    assert state.tokens == LENGTH
+
+
+@pytest.mark.parametrize(("before", "count"), [(1, 5), (100, 1), (100, 70), (2, 150)])
+def test_gradients_of_a_later_chunk(before, count):
+    """As if the tokens before were constants; with a prefix of three, which may be among them."""
+    rpb = FastRPB(3, LENGTH, causal=True, prefix=3, init=init.normal(1.0))
+    v = torch.randn(2, 3, before + count, 4)
+    state, new = rpb.init_state(v), v[..., before:, :].clone().requires_grad_()
+    with torch.no_grad():
+        rpb(v[..., :before, :], state=state)
+    whole = torch.cat([v[..., :before, :], new], -2)
+    direction = torch.randn_like(new)
+    matrix = rpb.matrix(before + count)
+    wanted = torch.autograd.grad((matrix @ whole)[..., before:, :], (new, rpb.w), direction)
+    got = torch.autograd.grad(rpb(new, state=state), (new, rpb.w), direction)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert not state.history.requires_grad
+    assert not state.pending.requires_grad
+
+
+def test_a_stream_holds_no_gradients():
+    encoder = Encoder(ModelConfig(vocab_size=9, max_length=40, dim=16, causal=True, pooling="mean"))
+    streams = [Stream() for _ in encoder.blocks]
+    for part in torch.randint(9, (2, 20)).split(9, 1):
+        assert encoder(part, streams=streams).requires_grad
+        for stream in streams:
+            assert not stream.attention.sums.requires_grad
+            assert not stream.bias.history.requires_grad
+
+
+def test_a_cached_context_leaves_the_gradients_of_what_follows():
+    config = FastRPBConfig(
+        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50},
+        **{"max_position_embeddings": 64, "causal": True, "dropout": 0.0},
+    )
+    model = FastRPBForCausalLM(config)
+    tokens = torch.randint(50, (2, 20))
+    whole = model.get_input_embeddings()(tokens).detach().requires_grad_()
+    later = whole[:, 10:].detach().requires_grad_()
+    with torch.no_grad():
+        cache = model(tokens[:, :10], use_cache=True).past_key_values
+    model(inputs_embeds=later, past_key_values=cache).logits.square().sum().backward()
+    model(inputs_embeds=whole).logits[:, 10:].square().sum().backward()
+    torch.testing.assert_close(later.grad, whole.grad[:, 10:], rtol=1e-3, atol=1e-4)
