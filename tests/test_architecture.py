@@ -9,6 +9,7 @@ import fastrpb
 
 ROOT = Path(fastrpb.__file__).parent
 CORE = [
+    "modes",
     "checks",
     "files",
     "processes",

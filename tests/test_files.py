@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from fastrpb.files import read_tensors, replacing, write_tensors
@@ -15,3 +17,22 @@ def test_tensors_where_no_file_or_folder_is(tmp_path):
         read_tensors(tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match=r"there is no folder .*nothing"):
         write_tensors({}, tmp_path / "nothing" / "model.safetensors", {})
+
+
+def test_what_a_link_points_to_is_replaced(tmp_path):
+    target, link = tmp_path / "shared" / "x.txt", tmp_path / "x.txt"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    with replacing(link) as part:
+        part.write_text("whole")
+    assert link.is_symlink()
+    assert target.read_text() == "whole"
+    assert [path.name for path in target.parent.iterdir()] == ["x.txt"]
+
+
+def test_a_device_is_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="not a regular file"), replacing(pipe):
+        pytest.fail("it was opened")
+    assert pipe.is_fifo()

@@ -251,10 +251,12 @@ def _train_apart(
         except OSError:  # the grid was killed
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with suppress(Interruption, KeyboardInterrupt):
+    with suppress(KeyboardInterrupt):
         try:
             tell(train(config, folder, data_dir=data_dir, cpu=cpu, on_progress=tell))
         except BusyError as busy:
             tell(busy)
+        except Interruption as stop:
+            tell(str(stop))
         except (OSError, ValueError) as error:
             tell(reason_of(error))

@@ -22,7 +22,7 @@ from fastrpb.files import shipped_or
 from fastrpb.model import Classifier, PairClassifier
 from fastrpb.run import Run
 
-EVALUATION_BATCHES = 4  # times the batch of training: no gradients are held
+_TIMES = 4  # the batch that training holds at once: no gradients are held
 _PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
@@ -48,7 +48,7 @@ def evaluate(
     loss = torch.zeros((), device=accelerator.device)
     batches = Batches(
         split,
-        EVALUATION_BATCHES * config.batch_size,
+        evaluation_batch(config),
         pad_id=facts.pad_id,
         shuffle=False,
         rank=accelerator.process_index,
@@ -67,6 +67,11 @@ def evaluate(
     model.train()
     confusion, loss = accelerator.reduce((confusion, loss), reduction="sum")
     return Metrics(loss.item() / len(split), *_scores(confusion.cpu()))
+
+
+def evaluation_batch(config: RunConfig) -> int:
+    """Sequences of a batch, by all processes together: no larger a model fits than trains."""
+    return max(1, _TIMES * config.batch_size // config.accumulate)
 
 
 def to_device(batch: Batch, device: torch.device, masked: bool = False) -> list[Tensor]:
@@ -161,7 +166,9 @@ def make_accelerator(config: RunConfig, cpu: bool, **options: Any) -> Accelerato
     """Of accelerate, in the precision of a run."""
     # One process may train several configs, one after another, in other precisions.
     AcceleratorState._reset_state(reset_partial_state=True)
-    return Accelerator(mixed_precision=_PRECISIONS[config.precision], cpu=cpu, **options)
+    accelerator = Accelerator(mixed_precision=_PRECISIONS[config.precision], cpu=cpu, **options)
+    accelerator.gradient_accumulation_steps = 1  # whatever the environment says: it is the config's
+    return accelerator
 
 
 def build(config: RunConfig) -> nn.Module:

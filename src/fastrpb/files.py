@@ -1,5 +1,6 @@
 """Files that are whole or not there, tensors in them with a checksum, and the shipped models."""
 
+import errno
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -43,6 +44,8 @@ def reason_of(error: Exception) -> str:
 def replacing(path: Path) -> Iterator[Path]:
     """A path to write to; what was written is at `path` afterwards, or nothing has changed.
 
+    What a link points to is replaced, not the link; devices are refused.
+
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
     ...     with replacing(Path(folder, "x.txt")) as part:
@@ -50,16 +53,19 @@ def replacing(path: Path) -> Iterator[Path]:
     ...     Path(folder, "x.txt").read_text()
     'whole'
     """
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    whole = Path(os.path.realpath(path))
+    if whole.exists() and not (whole.is_file() or whole.is_dir()):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    part = whole.with_name(f"{whole.name}.{os.getpid()}.part")
     try:
         yield part
         with part.open("rb") as file:
             os.fsync(file.fileno())  # a rename must not outrun the content
         os.umask(mask := os.umask(0o022))
         part.chmod(0o666 & ~mask)  # some writers keep others out
-        part.replace(path)
+        part.replace(whole)
     except OSError as error:
-        if error.filename == str(part):
+        if error.filename in (str(part), str(whole)):
             error.filename = str(path)  # what the user asked for
         raise
     finally:

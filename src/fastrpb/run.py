@@ -40,6 +40,8 @@ class Run:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
+        if self.folder.name in ("", ".."):  # it needs a name, and a folder around it
+            self.folder = Path(os.path.abspath(folder))  # resolve() would follow links
         self.config_file = self.folder / "config.json"
         self.model_file = self.folder / "model.safetensors"
         self.result_file = self.folder / "result.json"
@@ -280,8 +282,8 @@ def same_config(config: Any) -> str:
 def append_result(path: Path, record: dict[str, Any]) -> None:
     """Add a line, in place of one of the same run; several processes may do so at once."""
 
-    def key(line: dict[str, Any]) -> tuple[str, str]:
-        return line.get("name", ""), same_config(line.get("config", {}))
+    def key(line: dict[str, Any]) -> tuple[object, ...]:
+        return line.get("name", ""), line.get("data"), same_config(line.get("config", {}))
 
     with FileLock(f"{path}.lock"):
         others = [line for line in read_lines(path) if key(line) != key(record)]

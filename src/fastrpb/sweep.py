@@ -60,7 +60,7 @@ def sweep(
         raise ValueError(f"low={low:g} and high={high:g} must be positive, the first less")
     data = load_data(config, data_dir)  # first, so that a missing file leaves no study
     folder, worker = Path(folder), uuid4().hex
-    study = _open(config, folder, data.digest())
+    study = _open(config, folder, data.digest(), (low, high))
 
     def objective(trial: optuna.Trial) -> float:
         trial.set_user_attr("worker", worker)  # before its rate: a trial with a rate has a worker
@@ -111,7 +111,7 @@ def _run(folder: Path, rate: float) -> Run:
     return Run(folder / f"rate-{rate!r}")
 
 
-def _open(config: RunConfig, folder: Path, digest: str) -> optuna.Study:
+def _open(config: RunConfig, folder: Path, digest: str, rates: tuple[float, float]) -> optuna.Study:
     """The study of the folder, with the trials that were cut off in its queue again."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,6 +136,13 @@ def _open(config: RunConfig, folder: Path, digest: str) -> optuna.Study:
                     f"the study in {folder} searches another config: {'; '.join(changed)}; "
                     "choose another folder by --out"
                 )
+        low, high = study.user_attrs.get("rates", rates)
+        if (low, high) != rates:
+            raise ValueError(
+                f"the study in {folder} searches rates from {low:g} to {high:g}, not from "
+                f"{rates[0]:g} to {rates[1]:g}; choose another folder by --out"
+            )
+        study.set_user_attr("rates", rates)
         if data is None:  # new, or of an older version
             study.set_user_attr("data", digest)
         elif data != digest:

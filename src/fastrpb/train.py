@@ -32,12 +32,12 @@ from fastrpb.checks import nearest
 from fastrpb.config import RunConfig
 from fastrpb.data import Batch, Batches, Dataset, Split
 from fastrpb.evaluate import (
-    EVALUATION_BATCHES,
     Metrics,
     build,
     classify,
     clear_errors,
     evaluate,
+    evaluation_batch,
     load_data,
     make_accelerator,
     own_random_numbers,
@@ -342,9 +342,9 @@ class _Trainer:
 
     def _try_evaluation(self) -> None:
         """Of one batch: for want of memory, say, it should fail now, not after the last step."""
-        validation = self.data.validation
-        size = min(EVALUATION_BATCHES * self.config.batch_size, len(validation))
-        self._evaluate(validation.take(torch.arange(size)))
+        split = max(self.data.validation, self.data.test, key=len)
+        size = min(evaluation_batch(self.config), len(split))
+        self._evaluate(split.take(torch.arange(size)))
 
     def _evaluate(self, split: Split) -> Metrics:
         # To compile for batches of evaluation too, and for the last, takes longer than it saves.

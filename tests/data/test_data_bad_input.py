@@ -2,7 +2,9 @@
 
 import gzip
 import io
+import struct
 import tarfile
+import zlib
 
 import pytest
 import torch
@@ -26,6 +28,16 @@ from samples import (
 )
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+
+def chunk(kind, content):
+    """Of a PNG file."""
+    code = zlib.crc32(kind + content)
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", code)
+
+
+SIZE = struct.pack(">IIBBBBB", 20_000, 20_000, 8, 0, 0, 0, 0)
+BOMB = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", SIZE) + chunk(b"IDAT", b"")
 
 
 @pytest.fixture
@@ -141,6 +153,19 @@ def test_text_that_is_no_text(tmp_path):
     refused("text", tmp_path, "test.parquet, row 1: byte 3 is 0xe9, which is not UTF-8 text")
 
 
+def test_numbers_for_text(tmp_path):
+    write_reviews(tmp_path)
+    write_parquet(tmp_path / "test.parquet", text=[7, 0], label=[0, 1])
+    refused("text", tmp_path, "test.parquet, row 0: 7 is no text")
+
+
+def test_numbers_for_images(tmp_path):
+    write_mnist(tmp_path)
+    for cell, kind in ((7, "int"), ([7], "list"), ({"path": "x"}, "NoneType")):
+        write_parquet(tmp_path / "test.parquet", image=[cell], label=[0])
+        refused("mnist", tmp_path, f"row 0: there are no bytes of an image, but {kind}")
+
+
 def test_empty_text(tmp_path):
     write_reviews(tmp_path)
     write_parquet(tmp_path / "test.parquet", text=["fine", ""], label=[0, 1])
@@ -154,6 +179,7 @@ def test_empty_text(tmp_path):
         (b"GIF89a nonsense", "not a readable image"),
         (png(pixels((28, 28), 1)[0])[:60], "not a readable image"),
         (b"", "not a readable image"),
+        (BOMB, "not a readable image .Image size .400000000 pixels. exceeds limit"),
     ],
 )
 def test_images_that_are_none(tmp_path, blob, reason):

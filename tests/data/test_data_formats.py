@@ -7,6 +7,7 @@ import torch
 
 import fastrpb.data
 from fastrpb.data import TASKS, DataError, load, sources, task
+from fastrpb.data.cache import cache_dir
 from fastrpb.data.images import luminance
 from samples import (
     LISTOPS,
@@ -257,9 +258,25 @@ def test_a_missing_package_names_the_extra(monkeypatch):
 
 
 def test_large_strings_and_binary_columns_are_text_too(tmp_path):
-    for kind in (pa.large_string(), pa.binary()):
-        folder = tmp_path / str(kind)
+    category = pa.dictionary(pa.int32(), pa.string())
+    for kind in (pa.large_string(), pa.binary(), pa.string_view(), category):
+        folder = tmp_path / str(kind.id)
         for split, (texts, labels) in REVIEWS.items():
-            cells = pa.array([t.encode() for t in texts], pa.binary()).cast(kind)
+            cells = pa.array([t.encode() for t in texts], pa.binary())
+            cells = cells if kind == pa.binary() else cells.cast(pa.string()).cast(kind)
             write_parquet(folder / f"{split}.parquet", text=cells, label=labels)
         assert whole("text", folder)[1] == [((b"bad",), 0), ((b"good",), 1)]
+
+
+def test_images_as_bytes_alone(tmp_path):
+    """Without the struct that the Hub has around them."""
+    image = pixels((28, 28), 1)[0]
+    for split in ("train", "test"):
+        write_parquet(tmp_path / f"{split}.parquet", image=10 * [png(image)], label=range(10))
+    assert whole("mnist", tmp_path)[1][0] == ((image.tobytes(),), 0)
+
+
+def test_the_cache_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FASTRPB_CACHE", "~/cache")
+    assert cache_dir() == tmp_path / "cache"

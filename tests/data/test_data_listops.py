@@ -183,3 +183,10 @@ def test_files_that_are_there_are_not_replaced(tmp_path):
 def test_impossible_requests(tmp_path, options, reason):
     with pytest.raises(DataError, match=reason):
         generate(tmp_path, **options)
+
+
+def test_files_that_would_not_be_read(tmp_path):
+    generate(tmp_path / "listops", sizes=(20, 5, 5), workers=1)
+    with pytest.raises(DataError, match="has the folder listops, which is read in place of what"):
+        generate(tmp_path, sizes=(30, 5, 5), workers=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["listops"]

@@ -1,5 +1,7 @@
 import json
 import math
+import multiprocessing
+import re
 import threading
 import time
 from dataclasses import asdict
@@ -159,3 +161,23 @@ def test_a_line_that_is_no_record_is_named(small, tmp_path, changes):
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     with pytest.raises(ValueError, match=r"results.jsonl: line 2 is no record of a run; remove it"):
         finished([small()], tmp_path)
+
+
+def test_a_run_whose_process_was_ended_has_no_result(small, tmp_path):
+    config, events = small(steps=4000, save_every=100_000), []
+
+    def end(config, event):
+        events.append(event)
+        if len(events) == 1:
+            (worker,) = multiprocessing.active_children()
+            worker.terminate()
+
+    assert compare([config], tmp_path, cpu=True, on_event=end) == []
+    assert re.match(r"stopped at step \d+ of 4000, and saved", str(events[-1]))
+
+
+def test_one_config_on_two_data_has_two_lines(tmp_path):
+    path = tmp_path / "results.jsonl"
+    for data in ("one", "other", "one"):
+        append_result(path, {"name": "a", "config": {}, "data": data})
+    assert [line["data"] for line in read_lines(path)] == ["other", "one"]

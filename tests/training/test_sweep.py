@@ -12,6 +12,13 @@ optuna = pytest.importorskip("optuna")
 from fastrpb.sweep import _open, sweep  # noqa: E402
 
 DIGEST = load("digits").digest()
+
+
+def rates(config):
+    """Those that a search tries by default."""
+    return config.learning_rate / 10, config.learning_rate * 10
+
+
 TrialState = optuna.trial.TrialState
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,7 +38,7 @@ def test_an_interrupted_trial_goes_on(small, tmp_path):
     best = sweep(config, tmp_path, trials=1, cpu=True, on_progress=lambda n, p: seen.append(p.step))
     assert seen[0] > 30
     assert f"rate-{best.learning_rate!r}" == folder.name
-    states = [trial.state for trial in _open(config, tmp_path, DIGEST).trials]
+    states = [trial.state for trial in _open(config, tmp_path, DIGEST, rates(config)).trials]
     assert states == [TrialState.FAIL, TrialState.COMPLETE]
 
 
@@ -60,7 +67,7 @@ def test_diverging_rates_are_cut_short_and_the_best_is_of_validation(small, tmp_
     best = sweep(
         config, tmp_path / "b", trials=3, cpu=True, on_trial=lambda n, w: words.update({n: w})
     )
-    study = _open(config, tmp_path / "b", DIGEST)
+    study = _open(config, tmp_path / "b", DIGEST, rates(config))
     assert best.learning_rate == study.best_params["learning_rate"]
     record = Run(tmp_path / "b" / f"rate-{best.learning_rate!r}").result()
     assert study.best_value == record["metrics"]["validation"]["accuracy"]
@@ -106,9 +113,21 @@ def test_two_workers_share_a_study(small, tmp_path):
     for worker in workers:
         worker.join()
     assert [worker.exitcode for worker in workers] == [0, 0]
-    done = [t for t in _open(config, tmp_path, DIGEST).trials if t.state == TrialState.COMPLETE]
+    done = [
+        t
+        for t in _open(config, tmp_path, DIGEST, rates(config)).trials
+        if t.state == TrialState.COMPLETE
+    ]
     assert 4 <= len(done) <= 5  # the second worker may be at one when the fourth ends
 
 
 def work(config, folder):
     sweep(config, folder, trials=4, cpu=True)
+
+
+def test_a_study_has_one_range(small, tmp_path):
+    config = small(steps=2)
+    sweep(config, tmp_path, trials=1, low=1e-4, high=1e-3, cpu=True)
+    with pytest.raises(ValueError, match=r"rates from 0\.0001 to 0\.001, not from 1 to 2; choose"):
+        sweep(config, tmp_path, trials=1, low=1, high=2, cpu=True)
+    assert sweep(config, tmp_path, trials=1, low=1e-4, high=1e-3, cpu=True).learning_rate >= 1e-4

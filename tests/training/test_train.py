@@ -325,3 +325,34 @@ def test_one_compiled_program_or_one_without_masks_as_well(tmp_path, monkeypatch
     train(config, tmp_path / "run", data_dir=tmp_path / "imdb", cpu=True)
     assert len(set(padded)) == 2
     assert masked == (padded if alike else 12 * [True])
+
+
+def test_the_folder_one_stands_in(small, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    record = train(small(steps=1), ".", cpu=True)
+    assert json.loads((tmp_path / "results.jsonl").read_text())["metrics"] == record["metrics"]
+    assert not (folder / "results.jsonl").exists()
+
+
+def test_an_evaluation_takes_no_more_at_once_than_training(small, tmp_path, monkeypatch):
+    sizes = []
+
+    def counted(model, tokens, mask=None):
+        sizes.append((model.training, len(tokens)))
+        return classify(model, tokens, mask)
+
+    for module in ("evaluate", "train"):
+        monkeypatch.setattr(f"fastrpb.{module}.classify", counted)
+    train(small(steps=1, batch_size=32, accumulate=32), tmp_path / "run", cpu=True)
+    assert max(size for training, size in sizes if training) == 1
+    assert max(size for training, size in sizes if not training) == 4
+
+
+def test_accumulation_is_that_of_the_config(small, tmp_path, monkeypatch):
+    train(small(steps=3, clip=0.1), tmp_path / "a", cpu=True)
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
+    train(small(steps=3, clip=0.1), tmp_path / "b", cpu=True)
+    wanted, got = (weights(tmp_path / name) for name in "ab")
+    assert all(torch.equal(got[name], x) for name, x in wanted.items())

@@ -28,7 +28,7 @@ def cache_dir() -> Path:
     """`FASTRPB_CACHE`, or `fastrpb` in `XDG_CACHE_HOME`, or in `~/.cache`."""
     own = os.environ.get("FASTRPB_CACHE")
     if own:
-        return Path(own)
+        return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastrpb"
 
 

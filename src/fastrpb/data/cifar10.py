@@ -1,8 +1,10 @@
 """cifar10: LRA Image, photographs of 32×32 pixels in grey as 1024 tokens (Krizhevsky 2009)."""
 
+from functools import partial
+
 from fastrpb.data.cache import Files
 from fastrpb.data.dataset import Split
-from fastrpb.data.images import grey, image_task
+from fastrpb.data.images import grey_cell, image_task
 from fastrpb.data.sources import Source, parquet_corpus, parquet_layouts
 
 SHAPE = (32, 32)
@@ -17,9 +19,7 @@ TASK = image_task(
 
 
 def _from_parquet(files: Files) -> dict[str, Split]:
-    return parquet_corpus(
-        files, "img", lambda cell, where: grey(cell["bytes"], SHAPE, where), len(TASK.classes)
-    )
+    return parquet_corpus(files, "img", partial(grey_cell, SHAPE), len(TASK.classes))
 
 
 read = Source(

@@ -54,8 +54,16 @@ def grey(blob: bytes, shape: tuple[int, int], where: object) -> bytes:
             return luminance(np.asarray(image.convert("RGB"))).tobytes()
     except UnidentifiedImageError:
         raise DataError(f"{where}: not a readable image (of no known format)") from None
-    except (OSError, SyntaxError) as error:
+    except (Image.DecompressionBombError, OSError, SyntaxError) as error:
         raise DataError(f"{where}: not a readable image ({_first_line(error)})") from error
+
+
+def grey_cell(shape: tuple[int, int], cell: object, where: str) -> bytes:
+    """`grey` of an image in a table: its bytes, or the Hub's struct around them."""
+    blob = cell.get("bytes") if isinstance(cell, dict) else cell
+    if not isinstance(blob, bytes):
+        raise DataError(f"{where}: there are no bytes of an image, but {type(blob).__name__}")
+    return grey(blob, shape, where)
 
 
 def _check_pixels(image: Image.Image, where: object) -> None:

@@ -32,6 +32,7 @@ from fastrpb.data.sources import Layout, Source, quote
 WORDS = ("", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
 DIGIT, MIN, MAX, MED, SM, CLOSE = 1, 11, 12, 13, 14, 15
 FILES = {"train": "basic_train.tsv", "validation": "basic_val.tsv", "test": "basic_test.tsv"}
+FOLDERS = ("listops", "listops-1000")  # in a folder of data, what is looked for first
 SIZES = (96_000, 2_000, 2_000)
 
 _HEADER = b"Source\tTarget"
@@ -96,7 +97,7 @@ def _from_tsv(files: Files) -> dict[str, Split]:
 
 read = Source(
     "listops",
-    folders=["listops", "listops-1000"],
+    folders=FOLDERS,
     layouts=[Layout({split: (name,) for split, name in FILES.items()}, _from_tsv)],
     get="`fastrpb data listops --out DIR` makes them; then pass --data-dir DIR",
 ).read
@@ -134,6 +135,12 @@ def generate(
     if there:
         names = ", ".join(there)
         raise DataError(f"{out} has {names} already; remove them or choose another folder by --out")
+    hidden = [inside for inside in FOLDERS if (out / inside).exists()]
+    if hidden:
+        raise DataError(
+            f"{out} has the folder {hidden[0]}, which is read in place of what is beside it; "
+            f"choose another one by --out, as {out / hidden[0]}"
+        )
     elsewhere = "choose another folder with --out"
     workers = workers or os.cpu_count() or 1
     chunk = partial(_chunk, seed, grammar)

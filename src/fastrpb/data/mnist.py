@@ -2,12 +2,13 @@
 
 import gzip
 import zlib
+from functools import partial
 from math import prod
 from pathlib import Path
 
 from fastrpb.data.cache import Files
 from fastrpb.data.dataset import DataError, Split, check_labels, corpus
-from fastrpb.data.images import grey, image_task
+from fastrpb.data.images import grey_cell, image_task
 from fastrpb.data.sources import Layout, Source, parquet_corpus, parquet_layouts
 
 SHAPE = (28, 28)
@@ -15,9 +16,7 @@ TASK = image_task("mnist", tuple("0123456789"), SHAPE)
 
 
 def _from_parquet(files: Files) -> dict[str, Split]:
-    return parquet_corpus(
-        files, "image", lambda cell, where: grey(cell["bytes"], SHAPE, where), len(TASK.classes)
-    )
+    return parquet_corpus(files, "image", partial(grey_cell, SHAPE), len(TASK.classes))
 
 
 def _from_idx(files: Files) -> dict[str, Split]:

@@ -127,12 +127,17 @@ def read_parquet(path: Path, columns: Sequence[str]) -> dict[str, list]:
             raise DataError(
                 f"{path}: {table[name].null_count} cells of the column {name} are empty"
             )
-    return {
-        name: table[name].cast(pa.binary()).to_pylist()
-        if pa.types.is_string(table[name].type) or pa.types.is_large_string(table[name].type)
-        else table[name].to_pylist()
-        for name in columns
-    }
+    return {name: _plain(table[name]).to_pylist() for name in columns}
+
+
+def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Text as bytes, however the file holds it; other columns as they are."""
+    if pa.types.is_dictionary(column.type):  # a category of pandas
+        column = column.cast(column.type.value_type)
+    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    if not any(is_kind(column.type) for is_kind in kinds):
+        return column
+    return column.cast(pa.string()).cast(pa.binary())
 
 
 def parquet_corpus(
@@ -166,6 +171,8 @@ def _check_shards(paths: list[Path]) -> None:
 
 def check_text(text: bytes, where: object) -> bytes:
     """The bytes, if they are UTF-8 and at least one."""
+    if not isinstance(text, bytes):
+        raise DataError(f"{where}: {quote(text)} is no text")
     if not text:
         raise DataError(f"{where}: the text is empty")
     try:
