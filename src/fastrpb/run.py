@@ -257,8 +257,10 @@ def _is_record(x: dict[str, Any]) -> bool:
     try:
         test, model = x["metrics"]["test"], x["config"]["model"]
         numbers = test["accuracy"], test["f1"], x["seconds"], x["peak_memory_bytes"]
-        words = x["name"], x["config"]["task"], *(model[name] for name in CELL)
-        return all(isinstance(word, str) for word in words) and _are_numbers(numbers)
+        words = x["name"], x["config"]["task"], *(model[name] for name in CELL), x["device"]
+        words += x["versions"]["fastrpb"], x["versions"]["torch"]
+        whole = all(isinstance(word, str) for word in words) and _are_numbers(numbers)
+        return whole and Path(x["name"]).name == x["name"]  # it names files
     except (KeyError, TypeError):
         return False
 

@@ -76,7 +76,8 @@ def test_a_record_from_before_a_field_existed_still_counts(small, tmp_path):
 def record(config):
     test = {"accuracy": 0.5, "f1": 0.4}
     numbers = {"seconds": 1.0, "peak_memory_bytes": 2**20, "metrics": {"test": test}}
-    return {"name": "x", "config": asdict(config), **numbers}
+    made = {"device": "cpu", "versions": {"fastrpb": "0", "torch": "2"}}
+    return {"name": "x", "config": asdict(config), **numbers, **made}
 
 
 def test_a_run_of_another_process_is_waited_for(small, tmp_path):
@@ -151,6 +152,8 @@ def test_a_damaged_line_is_named(tmp_path):
         {"metrics": {}},
         {"metrics": {"test": {"accuracy": "high", "f1": 0.4}}},
         {"metrics": {"test": {"accuracy": math.nan, "f1": 0.4}}},
+        {"versions": {}},
+        {"name": "a/b"},
         {"seconds": None},
         {"config": {"model": 1}},
         {"config": {"task": "digits", "model": {}}},
