@@ -63,7 +63,8 @@ def attach(
         model: one of `fastrpb.hf.SUPPORTED`, also with PEFT's adapters in it.
         max_length: the longest sequence, padding and generated tokens included. Default: the
             `max_position_embeddings` of its config. Images: not given, their grid of patches is
-            known.
+            known; with `interpolate_pos_encoding`, a grid of as many patches in another shape is
+            not told from it.
         kind: images only, "additive" (the default) or "full": see `FastRPB2d`.
         init: fills `w` (see `fastrpb.init`).
         freeze: leave only the biases trainable. Else nothing else changes.
