@@ -168,6 +168,13 @@ def test_the_readme_shows_the_cells_of_text():
         assert row(label, *(accuracy[name, position] for name in names)) in README
 
 
+def test_the_readme_shows_cells_of_cifar10():
+    accuracy = cells(records("cifar10.jsonl"), on_test("accuracy"))
+    for name in ("softmax", "favor"):
+        before, after = (accuracy[name, position] for position in ("none", "fastrpb"))
+        assert f"{after.mean - before.mean:.1f} ({before} → {after})" in README
+
+
 def test_the_levers_of_mnist_are_those_of_the_records():
     for record in records("mnist-levers.jsonl"):
         config, (validation, test) = record["config"], record["metrics"].values()
