@@ -12,7 +12,7 @@ LENGTH = 200
 
 
 @pytest.mark.parametrize("prefix", [0, 3])
-@pytest.mark.parametrize("sizes", [(2, 90, 1, 70, 37), (150, 3, 47), (1, 1, 1, 197)])
+@pytest.mark.parametrize("sizes", [(2, 90, 1, 70, 37), (150, 3, 47), (1, 1, 1, 197), (130, 64, 6)])
 @pytest.mark.parametrize("learns", [False, True])
 def test_chunks_of_any_size(prefix, sizes, learns):
     rpb = FastRPB(3, LENGTH - prefix, causal=True, prefix=prefix, init=init.normal(1.0))
@@ -42,6 +42,17 @@ def test_gradients_of_a_later_chunk(before, count):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert not state.history.requires_grad
     assert not state.pending.requires_grad
+
+
+def test_a_chunk_that_fails_leaves_the_stream_where_it_was(monkeypatch):
+    rpb, v = FastRPB(3, LENGTH, causal=True), torch.randn(2, 3, LENGTH, 4)
+    state = rpb.init_state(v)
+    with monkeypatch.context() as patch:
+        patch.setattr("fastrpb.bias.toeplitz_matmul", None)
+        with pytest.raises(TypeError):
+            rpb(v[..., :100, :], state=state)
+    assert state.tokens == 0
+    torch.testing.assert_close(rpb(v, state=state), rpb(v))
 
 
 def test_a_stream_holds_no_gradients():

@@ -152,17 +152,22 @@ def test_exports_a_bias_up_to_its_longest(causal):
 @pytest.mark.parametrize("phi", [sikf, elu1], ids=["sikf", "elu1"])
 @pytest.mark.parametrize("traced", [40, 150])
 def test_exports_causal_attention_for_any_length(phi, traced):
-    class Attention(torch.nn.Module):
-        def forward(self, q, k, v):
-            return linear_attention(q, k, v, phi=phi, causal=True)
+    """With padding at the left, whose queries see nothing, and in the first chunks all of it."""
 
-    length = {2: torch.export.Dim.AUTO}
-    inputs = tuple(torch.randn(3, 2, 2, traced, 6))
-    program = torch.export.export(Attention(), inputs, dynamic_shapes=3 * (length,)).module()
-    for n in (2, 64, 65, 300):
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v, mask):
+            return linear_attention(q, k, v, phi=phi, mask=mask, causal=True)
+
+    def inputs(n):
         q, k, v = torch.randn(3, 2, 2, n, 6)
-        q, k = 30 * q, 30 * k
-        torch.testing.assert_close(program(q, k, v), Attention()(q, k, v), rtol=1e-4, atol=1e-5)
+        return 30 * q, 30 * k, v, torch.arange(n) >= torch.tensor([[n // 3], [n - 1]])
+
+    length = torch.export.Dim.AUTO
+    shapes = *3 * ({2: length},), {1: length}
+    program = torch.export.export(Attention(), inputs(traced), dynamic_shapes=shapes).module()
+    for n in (2, 64, 65, 300):
+        tensors = inputs(n)
+        torch.testing.assert_close(program(*tensors), Attention()(*tensors), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

@@ -354,8 +354,8 @@ class FastRPB(Bias):
         prefix = min(v.shape[-2], max(0, self.prefix - state.tokens))
         start = max(0, state.tokens - self.prefix)
         v, zeros = v[..., prefix:, :], torch.zeros_like(v[..., :prefix, :])
-        state.tokens += prefix + v.shape[-2]
         if not v.shape[-2]:
+            state.tokens += prefix
             return zeros
         end, n = start + v.shape[-2], self.max_length
         values = v
@@ -365,6 +365,7 @@ class FastRPB(Bias):
         y = toeplitz_matmul(weights, values, out_length=end - start).to(v.dtype)
         with torch.no_grad():
             state.history[..., start:end, :] = v
+            state.tokens += prefix + v.shape[-2]
             t = end // _BLOCK * _BLOCK
             while t > start:  # of all the shares that the steps give, these reach outputs to come
                 self._share(state, t)

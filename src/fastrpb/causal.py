@@ -96,7 +96,7 @@ def _all_earlier(sums: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
     later = (order[:, None] <= order)[:, :, None, None]
     each = shift.unsqueeze(-4).masked_fill(later, HIDDEN)  # (..., chunks, chunks, features, 1)
     highest = each.amax(-3)
-    weights = torch.exp(each - highest.unsqueeze(-3)).squeeze(-1)
+    weights = torch.exp(each - highest.unsqueeze(-3)).masked_fill(later, 0).squeeze(-1)
     return torch.einsum("...cjf,...jfd->...cfd", weights, sums), highest
 
 

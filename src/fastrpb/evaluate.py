@@ -22,7 +22,7 @@ from fastrpb.files import shipped_or
 from fastrpb.model import Classifier, PairClassifier
 from fastrpb.run import Run
 
-_TIMES = 4  # the batch that training holds at once: no gradients are held
+_TIMES = 4  # as many sequences as training holds at once: no gradients are held
 _PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
@@ -48,7 +48,7 @@ def evaluate(
     loss = torch.zeros((), device=accelerator.device)
     batches = Batches(
         split,
-        evaluation_batch(config),
+        evaluation_batch(config, accelerator.num_processes),
         pad_id=facts.pad_id,
         shuffle=False,
         rank=accelerator.process_index,
@@ -69,9 +69,10 @@ def evaluate(
     return Metrics(loss.item() / len(split), *_scores(confusion.cpu()))
 
 
-def evaluation_batch(config: RunConfig) -> int:
-    """Sequences of a batch, by all processes together: no larger a model fits than trains."""
-    return max(1, _TIMES * config.batch_size // config.accumulate)
+def evaluation_batch(config: RunConfig, processes: int) -> int:
+    """Sequences of a batch of evaluation, by all processes together."""
+    size = _TIMES * config.batch_size // config.accumulate
+    return -(-size // processes) * processes
 
 
 def to_device(batch: Batch, device: torch.device, masked: bool = False) -> list[Tensor]:

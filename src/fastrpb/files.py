@@ -54,7 +54,7 @@ def replacing(path: Path) -> Iterator[Path]:
     'whole'
     """
     whole = Path(os.path.realpath(path))
-    if whole.exists() and not (whole.is_file() or whole.is_dir()):
+    if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     part = whole.with_name(f"{whole.name}.{os.getpid()}.part")
     try:

@@ -41,7 +41,7 @@ class Run:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         if self.folder.name in ("", ".."):  # it needs a name, and a folder around it
-            self.folder = Path(os.path.abspath(folder))  # resolve() would follow links
+            self.folder = self.folder.resolve()
         self.config_file = self.folder / "config.json"
         self.model_file = self.folder / "model.safetensors"
         self.result_file = self.folder / "result.json"
@@ -260,7 +260,7 @@ def _is_record(x: dict[str, Any]) -> bool:
         words = x["name"], x["config"]["task"], *(model[name] for name in CELL), x["device"]
         words += x["versions"]["fastrpb"], x["versions"]["torch"]
         whole = all(isinstance(word, str) for word in words) and _are_numbers(numbers)
-        return whole and Path(x["name"]).name == x["name"]  # it names files
+        return whole and Path(x["name"]).name == x["name"] not in ("", "..")  # it names files
     except (KeyError, TypeError):
         return False
 
@@ -284,11 +284,15 @@ def same_config(config: Any) -> str:
 def append_result(path: Path, record: dict[str, Any]) -> None:
     """Add a line, in place of one of the same run; several processes may do so at once."""
 
-    def key(line: dict[str, Any]) -> tuple[object, ...]:
-        return line.get("name", ""), line.get("data"), same_config(line.get("config", {}))
+    def key(line: dict[str, Any]) -> tuple[str, str]:
+        return line.get("name", ""), same_config(line.get("config", {}))
+
+    def same(line: dict[str, Any]) -> bool:
+        """Older lines do not say what data they are of."""
+        return key(line) == key(record) and line.get("data") in (None, record.get("data"))
 
     with FileLock(f"{path}.lock"):
-        others = [line for line in read_lines(path) if key(line) != key(record)]
+        others = [line for line in read_lines(path) if not same(line)]
         with replacing(path) as part:
             part.write_text("".join(json.dumps(line) + "\n" for line in [*others, record]))
 

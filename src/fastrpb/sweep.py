@@ -136,13 +136,6 @@ def _open(config: RunConfig, folder: Path, digest: str, rates: tuple[float, floa
                     f"the study in {folder} searches another config: {'; '.join(changed)}; "
                     "choose another folder by --out"
                 )
-        low, high = study.user_attrs.get("rates", rates)
-        if (low, high) != rates:
-            raise ValueError(
-                f"the study in {folder} searches rates from {low:g} to {high:g}, not from "
-                f"{rates[0]:g} to {rates[1]:g}; choose another folder by --out"
-            )
-        study.set_user_attr("rates", rates)
         if data is None:  # new, or of an older version
             study.set_user_attr("data", digest)
         elif data != digest:
@@ -150,6 +143,14 @@ def _open(config: RunConfig, folder: Path, digest: str, rates: tuple[float, floa
                 f"the study in {folder} searches on other data; take the --data-dir of then, or "
                 "choose another folder by --out"
             )
+        low, high = study.user_attrs.get("rates", rates)
+        if (low, high) != rates:
+            raise ValueError(
+                f"the study in {folder} searches rates from {low:g} to {high:g}, not from "
+                f"{rates[0]:g} to {rates[1]:g}; choose another folder by --out"
+            )
+        if "rates" not in study.user_attrs:
+            study.set_user_attr("rates", rates)
         _queue_again(study, folder)
     return study
 

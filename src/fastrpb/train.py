@@ -317,7 +317,7 @@ class _Trainer:
     def _diverged(self, what: str) -> NoReturn:
         what += f"; the state of step {self.saved} is saved in {self.run.folder}"
         share = os.environ.get(_SHARE)
-        if share is not None:  # no learning rate mends this
+        if share is not None and self.accelerator.device.type == "cuda":  # no rate mends this
             raise ValueError(
                 f"{what}; with {_SHARE}={share} products of finite numbers have been NaN on a GPU: "
                 "resume without it"
@@ -343,7 +343,7 @@ class _Trainer:
     def _try_evaluation(self) -> None:
         """Of one batch: for want of memory, say, it should fail now, not after the last step."""
         split = max(self.data.validation, self.data.test, key=len)
-        size = min(evaluation_batch(self.config), len(split))
+        size = min(evaluation_batch(self.config, self.accelerator.num_processes), len(split))
         self._evaluate(split.take(torch.arange(size)))
 
     def _evaluate(self, split: Split) -> Metrics:

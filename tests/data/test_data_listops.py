@@ -187,6 +187,6 @@ def test_impossible_requests(tmp_path, options, reason):
 
 def test_files_that_would_not_be_read(tmp_path):
     generate(tmp_path / "listops", sizes=(20, 5, 5), workers=1)
-    with pytest.raises(DataError, match="has the folder listops, which is read in place of what"):
+    with pytest.raises(DataError, match="has files in listops already, which would be read"):
         generate(tmp_path, sizes=(30, 5, 5), workers=1)
     assert [path.name for path in tmp_path.iterdir()] == ["listops"]

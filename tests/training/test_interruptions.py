@@ -8,6 +8,7 @@ import threading
 import time
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from fastrpb import PairClassifier, save_model
 from fastrpb.config import override
 from fastrpb.evaluate import build, classify, evaluate, load_run
 from fastrpb.run import Run
-from fastrpb.train import DivergedError, Interruption, train
+from fastrpb.train import DivergedError, Interruption, _Trainer, train
 from runs import assert_same, stop_at, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -182,6 +183,15 @@ def test_a_loss_that_is_no_number_in_a_share_of_a_gpu(small, tmp_path, monkeypat
     """Not the learning rate's fault, so a sweep must not go on to the next one."""
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "33")
     config = small(steps=200, learning_rate=1e30, warmup=0)
+    with pytest.raises(DivergedError):
+        train(config, tmp_path / "cpu", cpu=True)
+    diverged = _Trainer._diverged
+
+    def on_a_gpu(trainer, what):
+        trainer.accelerator = SimpleNamespace(device=torch.device("cuda"))
+        diverged(trainer, what)
+
+    monkeypatch.setattr(_Trainer, "_diverged", on_a_gpu)
     with pytest.raises(ValueError, match=r"AGE=33 products .* NaN on a GPU: resume without") as got:
         train(config, tmp_path / "run", cpu=True)
     assert not isinstance(got.value, DivergedError)

@@ -336,7 +336,7 @@ def test_the_folder_one_stands_in(small, tmp_path, monkeypatch):
     assert not (folder / "results.jsonl").exists()
 
 
-def test_an_evaluation_takes_no_more_at_once_than_training(small, tmp_path, monkeypatch):
+def test_an_evaluation_takes_four_times_what_training_holds_at_once(small, tmp_path, monkeypatch):
     sizes = []
 
     def counted(model, tokens, mask=None):

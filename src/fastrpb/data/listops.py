@@ -135,12 +135,12 @@ def generate(
     if there:
         names = ", ".join(there)
         raise DataError(f"{out} has {names} already; remove them or choose another folder by --out")
-    hidden = [inside for inside in FOLDERS if (out / inside).exists()]
-    if hidden:
-        raise DataError(
-            f"{out} has the folder {hidden[0]}, which is read in place of what is beside it; "
-            f"choose another one by --out, as {out / hidden[0]}"
-        )
+    for inside in FOLDERS:
+        if any((out / inside / name).exists() for name in FILES.values()):
+            raise DataError(
+                f"{out} has files in {inside} already, which would be read in place of new ones "
+                "beside it; remove them or choose another folder by --out"
+            )
     elsewhere = "choose another folder with --out"
     workers = workers or os.cpu_count() or 1
     chunk = partial(_chunk, seed, grammar)

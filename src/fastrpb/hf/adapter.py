@@ -352,7 +352,7 @@ def _check_not_packed(
 
 
 def _require(condition: Tensor, sentence: str) -> None:
-    """Raise where it does not hold; in a compiled program, when that runs."""
+    """Raise where it does not hold; in a compiled program, when that runs: on a GPU it ends it."""
     if torch.compiler.is_compiling():
         torch._assert_async(condition, sentence)  # pyright: ignore[reportPrivateImportUsage]
     elif not condition:
