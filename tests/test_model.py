@@ -16,7 +16,6 @@ from fastrpb import (
     load_model,
     save_model,
 )
-from fastrpb.layers import Stream
 from fastrpb.model_config import ON_LOGITS
 
 SMALL = {
@@ -125,51 +124,6 @@ def test_language_model_is_causal(attention, position):
     assert (results[0][:, 15:] - results[1][:, 15:]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("features", ["sikf", "elu1"])
-@pytest.mark.parametrize("position", ["none", "fastrpb"])
-def test_a_stream_gives_what_the_whole_gives(position, features):
-    settings = config(position=position, features=features, causal=True, pooling="mean")
-    assert settings.streams
-    encoder = LanguageModel(settings).eval().encoder
-    tokens, _ = batch()
-    mask = torch.arange(24) >= torch.tensor([[0], [5], [1], [9]])
-    positions = mask.cumsum(-1).sub(1).clamp(min=0)
-    whole = encoder(tokens, mask, positions=positions)
-    streams, parts = [Stream() for _ in encoder.blocks], []
-    for part in (slice(0, 10), slice(10, 11), slice(11, 24)):
-        here = slice(None), part
-        parts.append(encoder(tokens[here], mask[here], positions=positions[here], streams=streams))
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
-    alone = encoder(tokens[1:2, 5:])
-    torch.testing.assert_close(whole[1:2, 5:], alone, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="25 tokens exceed max_length=24"):
-        encoder(tokens[:, :1], streams=streams)
-
-
-def test_a_stream_counts_positions_and_keeps_chosen_sequences():
-    encoder = LanguageModel(config(causal=True, pooling="mean")).eval().encoder
-    tokens, _ = batch()
-    whole, streams = encoder(tokens), [Stream() for _ in encoder.blocks]
-    encoder(tokens[:, :10], streams=streams)
-    chosen = torch.tensor([2, 0, 0])
-    for stream in streams:
-        stream.select(chosen)
-    later = encoder(tokens[chosen, 10:], streams=streams)
-    torch.testing.assert_close(later, whole[chosen, 10:], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"attention": "softmax"}, {"position": "rope"}, {"causal": False, "pooling": "cls"}],
-)
-def test_other_models_do_not_stream(changes):
-    settings = config(**{"causal": True, "pooling": "mean", **changes})
-    assert not settings.streams
-    encoder = Classifier(settings).encoder
-    with pytest.raises(ValueError, match="only causal linear attention"):
-        encoder(batch()[0], streams=[Stream() for _ in encoder.blocks])
-
-
 @pytest.mark.parametrize("position", ["fastrpb", "fastrpb2d"])
 def test_settings_of_the_bias(position):
     settings = {"position": position, "bias_reach": 8.0, "bias_threshold": 0.1, "bias_dropout": 0.2}
@@ -202,13 +156,6 @@ def test_gelu_of_attention_and_bias():
     plain.out.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     plain(x)
     torch.testing.assert_close(bent(x), plain.out(torch.nn.functional.gelu(seen[0])))
-
-
-def test_gelu_token_by_token():
-    encoder = LanguageModel(config(causal=True, pooling="mean", attention_gelu=True)).encoder
-    tokens, streams = batch()[0], [Stream() for _ in encoder.blocks]
-    parts = [encoder(part, streams=streams) for part in tokens.split(9, dim=1)]
-    torch.testing.assert_close(torch.cat(parts, 1), encoder(tokens), rtol=1e-4, atol=1e-4)
 
 
 def test_a_head_that_norms_what_is_pooled():

@@ -1,14 +1,18 @@
-"""Chunks of a stream: their values are those of the whole, and gradients reach what is new."""
+"""Streams: values are those of the whole, and gradients reach what is new."""
 
 import pytest
 import torch
 
-from fastrpb import FastRPB, ModelConfig, init
+from fastrpb import Classifier, FastRPB, LanguageModel, ModelConfig, init
 from fastrpb.hf import FastRPBConfig, FastRPBForCausalLM
 from fastrpb.layers import Stream
-from fastrpb.model import Encoder
 
 LENGTH = 200
+SMALL = {"vocab_size": 11, "max_length": 24, "num_classes": 3, "dim": 16, "layers": 2, "heads": 2}
+
+
+def config(**changes):
+    return ModelConfig(**{**SMALL, "causal": True, "pooling": "mean", "dropout": 0.0, **changes})
 
 
 @pytest.mark.parametrize("prefix", [0, 3])
@@ -56,9 +60,9 @@ def test_a_chunk_that_fails_leaves_the_stream_where_it_was(monkeypatch):
 
 
 def test_a_stream_holds_no_gradients():
-    encoder = Encoder(ModelConfig(vocab_size=9, max_length=40, dim=16, causal=True, pooling="mean"))
+    encoder = LanguageModel(config()).encoder
     streams = [Stream() for _ in encoder.blocks]
-    for part in torch.randint(9, (2, 20)).split(9, 1):
+    for part in torch.randint(11, (2, 20)).split(9, 1):
         assert encoder(part, streams=streams).requires_grad
         for stream in streams:
             assert not stream.attention.sums.requires_grad
@@ -79,3 +83,55 @@ def test_a_cached_context_leaves_the_gradients_of_what_follows():
     model(inputs_embeds=later, past_key_values=cache).logits.square().sum().backward()
     model(inputs_embeds=whole).logits[:, 10:].square().sum().backward()
     torch.testing.assert_close(later.grad, whole.grad[:, 10:], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("features", ["sikf", "elu1"])
+@pytest.mark.parametrize("position", ["none", "fastrpb"])
+def test_a_stream_gives_what_the_whole_gives(position, features):
+    settings = config(position=position, features=features)
+    assert settings.streams
+    encoder = LanguageModel(settings).eval().encoder
+    tokens = torch.randint(11, (4, 24))
+    mask = torch.arange(24) >= torch.tensor([[0], [5], [1], [9]])
+    positions = mask.cumsum(-1).sub(1).clamp(min=0)
+    whole = encoder(tokens, mask, positions=positions)
+    streams, parts = [Stream() for _ in encoder.blocks], []
+    for part in (slice(0, 10), slice(10, 11), slice(11, 24)):
+        here = slice(None), part
+        parts.append(encoder(tokens[here], mask[here], positions=positions[here], streams=streams))
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
+    alone = encoder(tokens[1:2, 5:])
+    torch.testing.assert_close(whole[1:2, 5:], alone, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="25 tokens exceed max_length=24"):
+        encoder(tokens[:, :1], streams=streams)
+
+
+def test_a_stream_counts_positions_and_keeps_chosen_sequences():
+    encoder = LanguageModel(config()).eval().encoder
+    tokens = torch.randint(11, (4, 24))
+    whole, streams = encoder(tokens), [Stream() for _ in encoder.blocks]
+    encoder(tokens[:, :10], streams=streams)
+    chosen = torch.tensor([2, 0, 0])
+    for stream in streams:
+        stream.select(chosen)
+    later = encoder(tokens[chosen, 10:], streams=streams)
+    torch.testing.assert_close(later, whole[chosen, 10:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"attention": "softmax"}, {"position": "rope"}, {"causal": False, "pooling": "cls"}],
+)
+def test_other_models_do_not_stream(changes):
+    settings = config(**changes)
+    assert not settings.streams
+    encoder = Classifier(settings).encoder
+    with pytest.raises(ValueError, match="only causal linear attention"):
+        encoder(torch.randint(11, (4, 24)), streams=[Stream() for _ in encoder.blocks])
+
+
+def test_gelu_token_by_token():
+    encoder = LanguageModel(config(attention_gelu=True)).encoder
+    tokens, streams = torch.randint(11, (4, 24)), [Stream() for _ in encoder.blocks]
+    parts = [encoder(part, streams=streams) for part in tokens.split(9, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), encoder(tokens), rtol=1e-4, atol=1e-4)

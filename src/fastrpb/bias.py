@@ -292,9 +292,10 @@ class FastRPB(Bias):
     def _part(self, first: int, last: int) -> Tensor:
         """The stored weights `first` to before `last`, as they count."""
         distance = None if self.envelope is None else self._distance_of(first, last)
+        part = slice(first, last)
         if exporting():  # to slice to the end would be a case of its own
-            return self._used(self.w[:, torch.arange(first, last, device=self.w.device)], distance)
-        return self._used(self.w[:, first:last], distance)
+            part = torch.arange(first, last, device=self.w.device)
+        return self._used(self.w[:, part], distance)
 
     def weights(self, length: int) -> Tensor:
         """w for `length` positions: (heads, 2·length-1), the distances -(length-1)..length-1.
