@@ -1,6 +1,7 @@
 """How things look in a terminal: progress, tables, data."""
 
 import time
+from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +72,8 @@ class Display:
 
 
 def in_words(progress: "train.Progress") -> str:
-    minutes, seconds = divmod(round(progress.seconds_left), 60)
-    left = f"{minutes}:{seconds:02} left" if progress.step < progress.steps else "evaluating"
+    time_left = timedelta(seconds=round(progress.seconds_left))
+    left = f"{time_left} left" if progress.step < progress.steps else "evaluating"
     return (
         f"{left}  step {progress.step}/{progress.steps}  "
         f"loss {progress.loss:.4f}  accuracy {progress.accuracy:.1%}  "

@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
@@ -191,13 +191,14 @@ class _Trainer:
         # Not where processes exchange gradients during a pass, or blocks are computed again.
         usual = accelerator.num_processes == 1 and not config.model.checkpoint
         self.replays = config.compile and usual and accelerator.device.type == "cuda"
-        self.state = State()
+        self.state = self.began = State()
         self.best: dict[str, Tensor] = {}  # weights of the best validation, where they are kept
         self.saved: int | None = None
         self.window = Window()
 
     def fit(self) -> dict[str, Any]:
         self._restore()
+        self.began = replace(self.state)
         if self.accelerator.is_main_process:
             with self._writing():
                 self.run.rewind(self.state.step, self.state.validated)
@@ -306,7 +307,9 @@ class _Trainer:
         state.tokens += round(tokens)
         self.window = Window()
         speed = tokens / seconds
-        left = state.seconds / state.step * (self.steps - state.step)
+        # By this process's own speed: what went before may have run on another machine.
+        here = (state.seconds - self.began.seconds) / (state.step - self.began.step)
+        left = here * (self.steps - state.step)
         if self.accelerator.is_main_process:
             self.on_progress(Progress(state.step, self.steps, loss, accuracy, speed, left))
         rate = self.optimizer.param_groups[0]["lr"]

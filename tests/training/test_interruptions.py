@@ -263,6 +263,18 @@ def test_an_evaluation_that_fails_loses_nothing(small, tmp_path, monkeypatch, fa
     assert_same(weights(tmp_path / "whole"), weights(folder))
 
 
+def test_the_time_left_is_by_the_speed_of_this_machine(small, tmp_path):
+    config, run = small(steps=40, save_every=10), Run(tmp_path / "run")
+    with pytest.raises(Interruption):
+        train(config, run.folder, cpu=True, on_progress=stop_at(20))
+    tensors, state = run.load(20)
+    run.save(20, tensors, {**state, "seconds": 1e6})  # the first half ran on a slower one
+    seen = []
+    record = train(config, run.folder, cpu=True, on_progress=seen.append)
+    assert seen[0].step == 30 and 0 < seen[0].seconds_left < 1e3
+    assert record["seconds"] > 1e6
+
+
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "moved"])
 def test_a_damaged_checkpoint_is_one_sentence(small, tmp_path, damage):
     config, folder = small(steps=40, save_every=10), tmp_path / "run"
