@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 try:
     import typer
@@ -50,8 +50,7 @@ def main() -> None:
     """Runs a command; a mistake of the user's is one sentence and exit code 2, no traceback."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
-    # Ended by a signal, as by Ctrl-C: half-written files go, and so do the workers.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, _end)
     try:
         app()
     except (OSError, ValueError) as error:
@@ -64,6 +63,12 @@ def main() -> None:
         extra = EXTRAS[missing.name]
         _complain(f"this needs the package {missing.name}: pip install 'fastrpb[{extra}]'")
     sys.exit(2)
+
+
+def _end(*_: object) -> NoReturn:
+    """Ended by a signal, as by Ctrl-C: half-written files go, and so do the workers."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent again, it would interrupt just that
+    sys.exit(143)
 
 
 def _is_main() -> bool:

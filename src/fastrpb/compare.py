@@ -139,15 +139,25 @@ def compare(
             done = finished(todo, folder)
             todo = [config for config in todo if config not in done]
     finally:
-        # Stopped: what runs saves its state and ends.
-        for _, process, _ in running.values():
-            process.terminate()
-        for _, process, _ in running.values():
-            process.join()
+        _stop({pipe: process for pipe, (_, process, _) in running.items()})
     done = finished(configs, folder)
     if has_data:
         _check_data(done, folder, data_dir)  # what other processes have finished, too
     return list(done.values())
+
+
+def _stop(running: dict[Any, Any]) -> None:
+    """Let processes save their state and end, by their pipes.
+
+    The end of its pipe tells that a process has ended; `join` may be wrong, where the signal that
+    stopped us has ended the server that had started it, too.
+    """
+    for process in running.values():
+        process.terminate()
+    for pipe in running:
+        with suppress(EOFError):
+            while True:
+                pipe.recv()
 
 
 def _places(jobs: int) -> list[str]:

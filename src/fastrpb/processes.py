@@ -5,11 +5,13 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkServerContext
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's mallopt
+_SAME_WISH = 1.0  # seconds
 
 
 def keep_freed_memory() -> None:
@@ -39,14 +41,23 @@ def fresh_processes(module: str) -> ForkServerContext:
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM as numbers in a list, to be looked at; the second ends at once."""
+    """SIGINT and SIGTERM as numbers in a list, to be looked at; a second Ctrl-C ends at once.
+
+    One wish may come as several signals: terminals and schedulers send theirs to all processes,
+    and launchers hand them on to their own. So nothing but a Ctrl-C a second later is another one.
+    """
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield caught  # only the main thread gets signals
         return
 
+    since = time.monotonic()
+
     def note(number: int, _: object) -> None:
-        if caught:
+        nonlocal since
+        if not caught:
+            since = time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() > since + _SAME_WISH:
             raise KeyboardInterrupt
         caught.append(number)
 

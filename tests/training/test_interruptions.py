@@ -149,13 +149,20 @@ def test_a_signal_in_a_validation_loses_nothing(small, tmp_path):
     assert_same(weights(tmp_path / "whole"), weights(folder))
 
 
-def test_the_second_signal_ends_at_once(small, tmp_path):
+@pytest.mark.parametrize("again", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("later", [0.0, 1.1])
+def test_a_second_ctrl_c_ends_at_once(small, tmp_path, again, later):
+    """But for what comes with the first: a launcher hands on what the terminal has sent, too."""
+
     def stop(progress):
         os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(later)
+        os.kill(os.getpid(), again)
 
-    with pytest.raises(KeyboardInterrupt):
+    at_once = again == signal.SIGINT and later
+    with pytest.raises(KeyboardInterrupt if at_once else Interruption):
         train(small(), tmp_path / "run", cpu=True, on_progress=stop)
+    assert (Run(tmp_path / "run").steps()[-1] > 0) is not bool(at_once)
 
 
 def test_no_signals_in_another_thread(small, tmp_path):
@@ -271,7 +278,8 @@ def test_the_time_left_is_by_the_speed_of_this_machine(small, tmp_path):
     run.save(20, tensors, {**state, "seconds": 1e6})  # the first half ran on a slower one
     seen = []
     record = train(config, run.folder, cpu=True, on_progress=seen.append)
-    assert seen[0].step == 30 and 0 < seen[0].seconds_left < 1e3
+    assert seen[0].step == 30
+    assert 0 < seen[0].seconds_left < 1e3
     assert record["seconds"] > 1e6
 
 

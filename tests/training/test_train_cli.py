@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -42,12 +43,11 @@ def run(monkeypatch, capsys, tmp_path):
     return call
 
 
-def start(*arguments, launcher=(), cwd, env=()):
+def start(*arguments, launcher=(), cwd, env=(), **options):
     command = [sys.executable, *(launcher or ("-m",)), "fastrpb", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "300", **dict(env)}
-    return subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=cwd, env=environment, **pipes, **options)
 
 
 def test_train_evaluate_resume_and_config(run, tmp_path):
@@ -166,6 +166,28 @@ def test_terminated_it_names_the_command_that_goes_on(tmp_path):
     assert re.search(r"stopped at step \d+ of 100000, and saved; .* --resume run --cpu\n", error)
     step = int(re.search(r"step (\d+)", error).group(1))
     assert Run(tmp_path / "run").steps()[-1] == step
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_terminated_with_all_its_processes_and_more_than_once_it_saves(tmp_path, command):
+    """As `timeout` and job schedulers do it."""
+    arguments = [command, "digits", *SMALL, "--steps", 100_000, "--save-every", 100_000]
+    cell = ["--features", "sikf", "--position", "fastrpb"]
+    if command == "compare":
+        cell += ["--seeds", 0, "--jobs", 2, "--mlp-dim", 8192]  # which takes long to save
+    out = "grid/run" if command == "train" else "grid"
+    process = start(*arguments, *cell, "--out", out, cwd=tmp_path, start_new_session=True)
+    while not [f for f in tmp_path.glob("grid/*/metrics.jsonl") if f.stat().st_size]:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    for _ in range(3):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        time.sleep(0.01)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    (folder,) = (path.parent for path in tmp_path.glob("grid/*/metrics.jsonl"))
+    assert Run(folder).steps()[-1] > 0
 
 
 TWO = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
