@@ -1,6 +1,8 @@
 """What the benchmarks compute from their measurements; the measurements themselves are results/."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from fastrpb.bench.model import _crossings, _name, _pairs, layer_cost
 from fastrpb.report import _bench_curves
 
 FULL = "forward+backward ms"
+ROOT = Path(__file__).parents[1]
 
 
 def quadratic(scale, n, backward):
@@ -116,3 +119,31 @@ def test_the_curves_of_the_figure(tmp_path):
     assert list(curves) == ["Original", "Linear, SIKF + FastRPB"]  # as in the paper's figure
     assert curves["Original"] == {256: (25.6, 51.2), 512: (51.2, 102.4)}
     assert words == "a processor, torch 2, today"
+
+
+def shown(x):
+    return f"{x:#.2g}".rstrip(".") if x < 99.5 else f"{float(f'{x:.3g}'):.0f}"
+
+
+def test_the_readme_shows_what_the_cpu_took():
+    of = {
+        name: json.loads((ROOT / f"results/{name}.json").read_text()) for name in ("cpu", "model")
+    }
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    for row in cpu["float32 product"]:
+        shape, _, scipy, plain, backward, memory = row.values()
+        ratios = f"{scipy:.1f}× | {plain:.1f}× | {backward:.1f} | {memory:.1f}"
+        assert f"| ({', '.join(map(str, shape))}) | {ratios} |" in lines
+    layers = [line for line in lines if re.match(r"\| (Original|Linear|Performer).* ms, ", line)]
+    assert len(layers) == 7
+    costs = {(row["layer"], row["length"]): row for row in model["attention layer"]}
+    growth = {row["layer"]: row["forward+backward"] for row in model["time ~ N^a"]}
+    for line in layers:
+        name, *cells, exponent = line.strip("| ").split(" | ")
+        assert exponent == f"{growth[name]:.2f}"
+        for length, cell in zip((512, 2048, 8192), cells, strict=True):
+            if (name, length) not in costs:
+                assert cell == "–"
+                continue
+            _, _, forward, _, both, memory = costs[name, length].values()
+            assert cell == f"{shown(forward)} / {shown(both)} ms, {shown(memory)} MB"
