@@ -126,9 +126,9 @@ def shown(x):
 
 
 def test_the_readme_shows_what_the_cpu_took():
-    of = {
-        name: json.loads((ROOT / f"results/{name}.json").read_text()) for name in ("cpu", "model")
-    }
+    cpu, model = (
+        json.loads((ROOT / f"results/{name}.json").read_text()) for name in ("cpu", "model")
+    )
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     for row in cpu["float32 product"]:
         shape, _, scipy, plain, backward, memory = row.values()
