@@ -121,24 +121,73 @@ def test_the_curves_of_the_figure(tmp_path):
     assert words == "a processor, torch 2, today"
 
 
+def page(name):
+    return (ROOT / name).read_text(encoding="utf-8").splitlines()
+
+
+def measured(name):
+    return json.loads((ROOT / f"results/{name}.json").read_text())
+
+
+def thousands(n):
+    return f"{n:,}".replace(",", " ")
+
+
+def times(*ratios):
+    """Of a forward pass, and with its gradients."""
+    forward, both = (f"{x:.1f}×" if x < 20 else f"{x:.0f}×" for x in ratios)
+    return f"{forward} ({both})"
+
+
+def test_the_readme_shows_what_the_gpu_took():
+    lines, gpu = page("README.md"), measured("gpu")
+    attention = {row["length"]: row for row in gpu["SIKF linear attention + FastRPB"]}
+    both = gpu["W·V, forward+backward"]
+    for forward, backward in zip(gpu["W·V, forward"], both, strict=True):
+        length = forward["shape"][2]
+        cells = [thousands(length), f"{forward['ms']:.2f} ms"]
+        cells += [times(forward[x], backward[x]) for x in ("fft /", "plain rfft /")]
+        cells += [f"{forward['/ copy']:.1f}", f"{forward['extra memory / v']:.2f}"]
+        flash = attention.get(length)
+        names = ("flash / forward", "flash / forward+backward")
+        cells.append(times(*(flash[x] for x in names)) if flash else "–")
+        assert f"| {' | '.join(cells)} |" in lines
+
+
+def test_the_page_shows_what_the_gpu_took():
+    lines, gpu = page("docs/performance.md"), measured("gpu")
+    for row in gpu["512 filters of one channel"]:
+        cells = [str(row["batch"]), thousands(row["length"])]
+        for peer in ("fft", "plain rfft"):
+            cells.append(times(row[f"{peer} / forward"], row[f"{peer} / forward+backward"]))
+        assert f"| {' | '.join(cells)} |" in lines
+    for row in gpu["causal SIKF linear attention"]:
+        took = f"{row['forward ms']:.2f} ({row['forward+backward ms']:.2f}) ms"
+        cells = [thousands(row["length"]), took]
+        for peer in ("plain torch", "flash"):
+            cells.append(times(row[f"{peer} / forward"], row[f"{peer} / forward+backward"]))
+        assert f"| {' | '.join(cells)} |" in lines
+
+
 def shown(x):
     return f"{x:#.2g}".rstrip(".") if x < 99.5 else f"{float(f'{x:.3g}'):.0f}"
 
 
-def test_the_readme_shows_what_the_cpu_took():
-    cpu, model = (
-        json.loads((ROOT / f"results/{name}.json").read_text()) for name in ("cpu", "model")
-    )
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    for row in cpu["float32 product"]:
+def test_the_page_shows_what_the_cpu_took():
+    lines = page("docs/performance.md")
+    for row in measured("cpu")["float32 product"]:
         shape, _, scipy, plain, backward, memory = row.values()
         ratios = f"{scipy:.1f}× | {plain:.1f}× | {backward:.1f} | {memory:.1f}"
         assert f"| ({', '.join(map(str, shape))}) | {ratios} |" in lines
-    layers = [line for line in lines if re.match(r"\| (Original|Linear|Performer).* ms, ", line)]
-    assert len(layers) == 7
+
+
+def test_the_page_shows_what_layers_took():
+    model = measured("model")
+    lines = [x for x in page("docs/performance.md") if re.match(r"\| [A-Z].* ms, ", x)]
+    assert len(lines) == 7
     costs = {(row["layer"], row["length"]): row for row in model["attention layer"]}
     growth = {row["layer"]: row["forward+backward"] for row in model["time ~ N^a"]}
-    for line in layers:
+    for line in lines:
         name, *cells, exponent = line.strip("| ").split(" | ")
         assert exponent == f"{growth[name]:.2f}"
         for length, cell in zip((512, 2048, 8192), cells, strict=True):
