@@ -467,7 +467,7 @@ def test_attached_models_save_and_load_as_their_base(tmp_path):
 
 
 def test_mistakes_get_one_sentence():
-    with pytest.raises(ValueError, match=r"cannot attach to 't5' models; supported are bert, ro"):
+    with pytest.raises(ValueError, match=r"'t5' models take no biases; supported are bert, ro"):
         attach(transformers.T5Model(transformers.T5Config(d_model=8, d_ff=8, num_layers=1)))
     with pytest.raises(TypeError, match="Linear holds no Transformers model"):
         attach(torch.nn.Linear(2, 2))

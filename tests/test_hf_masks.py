@@ -43,3 +43,21 @@ def test_a_mask_that_another_model_may_take():
     gpt2(tokens, attention_mask=causal)
     with pytest.raises(ValueError, match=REFUSED):
         bert(tokens, attention_mask=causal)
+
+
+def test_a_mask_that_weighs_keys():
+    model = attach(llama(), 64, init=init.normal(0.5))
+    tokens, mask = torch.randint(1, 50, (1, 10)), torch.full((10, 10), -torch.inf).triu(1)
+    model(tokens, attention_mask=mask[None, None])
+    with pytest.raises(ValueError, match="or weighs them"):
+        model(tokens, attention_mask=mask[None, None] - 0.5 * (torch.arange(10) == 3))
+
+
+def test_a_mask_filled_anew_where_nothing_counts_changes():
+    model, tokens = attach(llama(), 64), torch.randint(1, 50, (1, 10))
+    with torch.inference_mode():
+        mask = torch.ones(1, 1, 10, 10).tril().bool()
+        model(tokens, attention_mask=mask)
+        mask[..., 5:, :5] = False
+        with pytest.raises(ValueError, match=REFUSED):
+            model(tokens, attention_mask=mask)

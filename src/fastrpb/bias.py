@@ -320,7 +320,12 @@ class FastRPB(Bias):
         return toeplitz_matmul(weights, v, prefix=self.prefix)
 
     def forward(
-        self, v: Tensor, mask: Tensor | None = None, state: "BiasState | None" = None
+        self,
+        v: Tensor,
+        mask: Tensor | None = None,
+        state: "BiasState | None" = None,
+        *,
+        rows: tuple[int | Tensor, int] | None = None,
     ) -> Tensor:
         """W·v, a term for the output of any attention.
 
@@ -330,16 +335,22 @@ class FastRPB(Bias):
             state: of a causal stream (see `init_state`): v goes on from its tokens. It is changed
                 in place; gradients reach v and w, not the tokens before. A few tokens without
                 gradients step; else the L tokens so far take O(L log L) time together.
+            rows: (first, count), of a bias without a prefix: these rows alone, as where v is a
+                cache of all values and the others have had theirs. One row takes O(length) time.
 
         Returns:
-            (batch, heads, length, dim) in the dtype of v. Rows of prefix tokens are zero.
+            (batch, heads, length or count, dim) in the dtype of v. Rows of prefix tokens are zero.
 
         >>> rpb, v = FastRPB(4, 100, causal=True), torch.randn(2, 4, 100, 8)
+        >>> torch.allclose(rpb(v, rows=(97, 2)), rpb(v)[:, :, 97:99], atol=1e-5)
+        True
         >>> state = rpb.init_state(v)
         >>> parts = [rpb(v[:, :, :90], state=state), rpb(v[:, :, 90:], state=state)]
         >>> torch.allclose(torch.cat(parts, 2), rpb(v), atol=1e-5)
         True
         """
+        if rows is not None:
+            return self._rows(v, mask, state, *rows)
         if state is None:
             return super().forward(v, mask)
         self._check_stream(v, mask, state)
@@ -349,6 +360,26 @@ class FastRPB(Bias):
             return self._go_on(v, state)
         steps = [self.step(v[..., t : t + 1, :], state)[0] for t in range(v.shape[-2])]
         return torch.cat(steps, -2)
+
+    def _rows(
+        self,
+        v: Tensor,
+        mask: Tensor | None,
+        state: "BiasState | None",
+        first: int | Tensor,
+        count: int,
+    ) -> Tensor:
+        self._check(v, mask)
+        n = v.shape[-2]
+        if self.prefix or state is not None:
+            raise ValueError("rows= is for a bias without a prefix, and without a stream's state=")
+        if count < 1 or (isinstance(first, int) and not 0 <= first <= n - count):
+            raise ValueError(f"rows=({first}, {count}) are not among the {n} tokens of v")
+        distances = torch.arange(1 - count, n, device=v.device) - first
+        impl = "dense" if count == 1 else "auto"  # of one token, the matrix is one row
+        return toeplitz_matmul(
+            self.weights(n)[:, distances + n - 1], _kept(v, mask), out_length=count, impl=impl
+        )
 
     def _go_on(self, v: Tensor, state: "BiasState") -> Tensor:
         """As many steps at once: one product over all tokens so far."""

@@ -105,11 +105,13 @@ def _one_length(config: ModelConfig) -> bool:
 
 def _exportable(model: nn.Module, config: ModelConfig) -> nn.Module:
     model = copy.deepcopy(model).float().cpu().eval()
-    # ONNX has no errors to raise, but to look a token up beyond the end of a table is one.
+    # ONNX has no errors to raise, but to look a token up beyond the end of a table is one; before
+    # its beginning is none, it goes on from the end.
     places = torch.zeros(config.max_length, dtype=torch.int64)
 
     def look_up(_, args):
         (tokens,) = args
+        tokens = tokens.masked_fill(tokens < 0, config.vocab_size)
         return tokens + places[torch.arange(tokens.shape[1])]
 
     model.encoder.embedding.register_forward_pre_hook(look_up)  # pyright: ignore

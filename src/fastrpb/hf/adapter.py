@@ -22,7 +22,6 @@ from fastrpb.bias import FastRPB
 from fastrpb.bias2d import FastRPB2d, Kind
 from fastrpb.files import read_tensors, write_tensors
 from fastrpb.init import Init
-from fastrpb.toeplitz import toeplitz_matmul
 
 TEXT = (
     *("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert"),
@@ -36,6 +35,8 @@ SUPPORTED = (*TEXT, *IMAGE_PREFIX)
 
 FILE = "fastrpb.safetensors"
 _NAME = "fastrpb"  # of the bias in its attention layer
+_OVERLAID = "fastrpb_overlaid"
+_HIDDEN = -1e4  # a mask that adds so little to a logit, or less, hides the key
 _ASKS = {"ALL_ATTENTION_FUNCTIONS", "get_interface"}  # names in a layer that uses the interface
 _IMPLEMENTATIONS = (
     *("eager", "sdpa"),
@@ -88,7 +89,7 @@ def attach(
     layers = _layers(base)
     new = [_bias(base.config, layer, max_length, kind, init) for layer in layers]
     for layer, bias in zip(layers, new, strict=True):
-        bias.overlaid = _Overlaid(type(layer))  # pyright: ignore[reportArgumentType]
+        setattr(layer, _OVERLAID, _Overlaid(type(layer)))
         layer.add_module(_NAME, bias.to(_device(layer), _dtype(layer)))
     return _freeze(model) if freeze else model
 
@@ -100,6 +101,7 @@ def detach(model: nn.Module) -> nn.Module:
     """
     for layer in _biased(model):
         delattr(layer, _NAME)
+        delattr(layer, _OVERLAID)
     return model
 
 
@@ -137,9 +139,16 @@ def save(model: nn.Module, folder: str | os.PathLike) -> Path:
         settings["max_length"] = first.max_length
     path = Path(folder) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    weights = {f"{i}.w": bias.w.detach() for i, bias in enumerate(attached)}
+    weights = {f"{i}.w": _whole(bias.w.detach()) for i, bias in enumerate(attached)}
     write_tensors(weights, path, {"fastrpb": json.dumps(settings)})
     return path
+
+
+def _whole(w: Tensor) -> Tensor:
+    """All of a weight: FSDP parts it, and what accelerate has offloaded is elsewhere."""
+    if w.is_meta:
+        raise ValueError("the biases are offloaded; attach them after that, and they can be saved")
+    return w.full_tensor() if hasattr(w, "full_tensor") else w  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def load(model: nn.Module, folder: str | os.PathLike, *, freeze: bool = False) -> nn.Module:
@@ -161,6 +170,9 @@ def load(model: nn.Module, folder: str | os.PathLike, *, freeze: bool = False) -
             f"{path} holds biases of a {model_type} of {_shapes(saved)}; this model has "
             f"{_shapes(here)}"
         )
+    if any(w.is_meta for w in mine.values()):
+        detach(model)
+        raise ValueError("the model is on the meta device; give it its weights, then load these")
     with torch.no_grad():
         for key, w in mine.items():
             w.copy_(weights[key])
@@ -181,15 +193,26 @@ def _shapes(shapes: dict[str, tuple[int, ...]]) -> str:
 
 def _pretrained(model: nn.Module) -> PreTrainedModel:
     """The Transformers model itself, also from within a PEFT model."""
-    base = next((m for m in _modules(model) if isinstance(m, PreTrainedModel)), None)
-    if base is None:
+    outermost: list[PreTrainedModel] = []
+    for module in _modules(model):
+        if isinstance(module, PreTrainedModel) and not any(
+            module in other.modules() for other in outermost
+        ):
+            outermost.append(module)
+    if not outermost:
         raise TypeError(
             f"{type(model).__name__} holds no Transformers model; in your own model, add "
             "FastRPB(...)(v) to the output of its attention"
         )
+    base, *others = outermost
+    if others:
+        raise ValueError(
+            f"{type(model).__name__} holds {len(outermost)} Transformers models; give them one by "
+            "one"
+        )
     if base.config.model_type not in SUPPORTED:
         raise ValueError(
-            f"cannot attach to {base.config.model_type!r} models; supported are "
+            f"{base.config.model_type!r} models take no biases; supported are "
             f"{', '.join(SUPPORTED)}"
         )
     return base
@@ -206,7 +229,7 @@ def _layers(base: PreTrainedModel) -> list[nn.Module]:
     layers = [
         module
         for module in base.modules()
-        if {*_source(type(module)).__code__.co_names} >= _ASKS
+        if _asking(type(module)) is not None
         and "Cross" not in type(module).__name__
         and not getattr(module, "is_cross_attention", False)
     ]
@@ -222,13 +245,22 @@ def _biased(model: nn.Module) -> list[nn.Module]:
     return [module for module in _modules(model) if _NAME in module._modules]
 
 
-def _source(layer: type[nn.Module]) -> Callable:
-    return inspect.unwrap(layer.forward)
+def _asking(layer: type[nn.Module]) -> Callable | None:
+    """The forward that asks the interface for a function, the layer's own or one that it calls."""
+    for parent in layer.__mro__:
+        forward = vars(parent).get("forward")
+        code = getattr(inspect.unwrap(forward), "__code__", None) if forward else None
+        names = set(code.co_names) if code else set()
+        if names >= _ASKS:
+            return inspect.unwrap(forward)  # pyright: ignore[reportArgumentType]
+        if forward and "super" not in names:
+            return None
+    return None
 
 
 def _device(layer: nn.Module) -> torch.device:
     """Where the layer computes; what accelerate has offloaded is on no device meanwhile."""
-    device = next(layer.parameters()).device
+    device = next((p.device for p in layer.parameters()), torch.device("cpu"))
     hooks = (getattr(module, "_hf_hook", None) for module in layer.modules())
     placed = (getattr(hook, "execution_device", None) for hook in hooks)
     return device if device.type != "meta" else next((d for d in placed if d is not None), device)
@@ -293,7 +325,7 @@ class _Overlaid:
 
     def __init__(self, layer: type[nn.Module]):
         self.layer = layer
-        names = _source(layer).__globals__
+        names = _asking(layer).__globals__  # pyright: ignore[reportOptionalMemberAccess]
         if not isinstance(names["ALL_ATTENTION_FUNCTIONS"], _Overlay):
             names["ALL_ATTENTION_FUNCTIONS"] = _Overlay(names["ALL_ATTENTION_FUNCTIONS"])
 
@@ -317,9 +349,9 @@ def _attention(
         return function(layer, query, key, value, attention_mask, **settings)
     if not isinstance(bias, FastRPB | FastRPB2d):
         raise TypeError(
-            f"a {type(bias).__name__} stands in the place of a bias; leave {_NAME!r} out of PEFT's "
-            "modules_to_save: after get_peft_model, requires_grad_() lets biases train, and save() "
-            "writes them"
+            f"a {type(bias).__name__} stands in the place of a bias; leave {_NAME!r} out of what "
+            "is wrapped (PEFT's modules_to_save and target_parameters, FSDP by size): after "
+            "get_peft_model, requires_grad_() lets biases train, and save() writes them"
         )
     if implementation not in _IMPLEMENTATIONS:
         raise ValueError(
@@ -329,7 +361,8 @@ def _attention(
     _check_not_packed(implementation, query, attention_mask, settings)
     output, weights = function(layer, query, key, value, attention_mask, **settings)
     value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    if implementation == "sdpa" and attention_mask is None and query.shape[2] > 1:
+    no_mask = implementation == "sdpa" and attention_mask is None
+    if _causal(bias) and no_mask and query.shape[2] > 1:
         value = value[:, :, : query.shape[2]]  # the slots of a static cache that are empty yet
     y = _term(bias, value, query.shape[2], attention_mask)
     return output + y.transpose(1, 2).to(output.dtype), weights
@@ -366,21 +399,20 @@ def _term(
     n = v.shape[-2]
     if isinstance(bias, FastRPB) and n > bias.max_length:
         raise ValueError(
-            f"{n} tokens, those of the cache included, exceed the max_length={bias.max_length} of "
-            "the biases; attach them with a larger one"
+            f"{n} tokens, those of the cache and its empty places included, exceed the "
+            f"max_length={bias.max_length} of the biases; attach them with a larger one"
         )
-    keep = None if attention_mask is None else _keep(attention_mask, bias).expand(len(v), n)
+    keep = None if attention_mask is None else _keep(attention_mask, bias).expand(v.shape[0], n)
     if queries == n or isinstance(bias, FastRPB2d):
         return bias(v, keep)
     before = n - queries
-    if attention_mask is not None and attention_mask.dim() == 4:
+    if _causal(bias) and attention_mask is not None and attention_mask.dim() == 4:
         before = _before(attention_mask)
-    if keep is not None:
-        v = v.masked_fill(~keep[:, None, :, None], 0)
-    distances = torch.arange(1 - queries, n, device=v.device) - before
-    weights = bias.weights(n)[:, distances + n - 1]
-    impl = "dense" if queries == 1 else "auto"  # of one token, the matrix is one row
-    return toeplitz_matmul(weights, v, out_length=queries, impl=impl)
+    return bias(v, keep, rows=(before, queries))
+
+
+def _causal(bias: FastRPB | FastRPB2d) -> bool:
+    return isinstance(bias, FastRPB) and bias.causal
 
 
 def _keep(mask: Tensor, bias: FastRPB | FastRPB2d) -> Tensor:
@@ -392,19 +424,19 @@ def _keep(mask: Tensor, bias: FastRPB | FastRPB2d) -> Tensor:
         return mask.bool()
     last = mask[:, 0, -1]
     keep = last if last.dtype == torch.bool else last == 0
-    causal = isinstance(bias, FastRPB) and bias.causal
-    if torch.compiler.is_compiling():
+    causal = _causal(bias)
+    if torch.compiler.is_compiling() or mask.is_inference():
         _check_visible(mask, keep, causal)
         return keep
-    version = 0 if mask.is_inference() else mask._version  # it may be filled anew
-    if getattr(mask, "_fastrpb_checked", None) != (version, causal):
+    if getattr(mask, "_fastrpb_checked", None) != (mask._version, causal):  # or filled anew
         _check_visible(mask, keep, causal)
-        mask._fastrpb_checked = version, causal  # pyright: ignore[reportAttributeAccessIssue]
+        mask._fastrpb_checked = mask._version, causal  # pyright: ignore[reportAttributeAccessIssue]
     return keep
 
 
 def _check_visible(mask: Tensor, keep: Tensor, causal: bool) -> None:
-    visible = mask if mask.dtype == torch.bool else mask == 0
+    is_bool = mask.dtype == torch.bool
+    visible, hidden = (mask, ~mask) if is_bool else (mask == 0, mask <= _HIDDEN)
     expected = keep[:, None, None]
     if causal:
         queries, n = mask.shape[-2:]
@@ -413,9 +445,9 @@ def _check_visible(mask: Tensor, keep: Tensor, causal: bool) -> None:
     # Some versions let queries that are padding see everything, since NaN comes of nothing.
     padding = ~expected.any(-1) & visible.all(-1)
     _require(
-        ((visible == expected).all(-1) | padding).all(),
+        (((visible == expected).all(-1) | padding) & (visible | hidden).all(-1)).all(),
         "biases know padding and causal order, but this attention mask hides other keys "
-        "too (packed sequences, a window or a mask of your own)",
+        "too, or weighs them (packed sequences, a window or a mask of your own)",
     )
 
 
