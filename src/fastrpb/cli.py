@@ -1,5 +1,6 @@
 """The command `fastrpb`: each command calls a function of the library and shows what it gives."""
 
+import atexit
 import functools
 import os
 import shlex
@@ -36,7 +37,7 @@ from fastrpb.config import RunConfig, load_config, override
 from fastrpb.data import DataError, load
 from fastrpb.files import reason_of
 from fastrpb.presets import COLUMNS, ROWS, best, name_of, row
-from fastrpb.processes import keep_freed_memory
+from fastrpb.processes import ends, keep_freed_memory
 
 # Commands import what they need, so that the others start quickly and without its packages.
 # ruff: noqa: PLC0415
@@ -48,9 +49,13 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_mar
 
 def main() -> None:
     """Runs a command; a mistake of the user's is one sentence and exit code 2, no traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
-    signal.signal(signal.SIGTERM, _end)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        getattr(sys, name).reconfigure(errors="replace")
+    for number in ends():
+        signal.signal(number, _end)
+    atexit.register(_leave_signals)
     try:
         app()
     except (OSError, ValueError) as error:
@@ -65,10 +70,24 @@ def main() -> None:
     sys.exit(2)
 
 
-def _end(*_: object) -> NoReturn:
+def _end(number: int, _: object) -> NoReturn:
     """Ended by a signal, as by Ctrl-C: half-written files go, and so do the workers."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent again, it would interrupt just that
-    sys.exit(143)
+    for other in ends():
+        signal.signal(other, signal.SIG_IGN)  # sent again, it would interrupt just that
+    sys.exit(128 + number)
+
+
+def _leave_signals() -> None:
+    """All is done: one more of them ends the process, and needs no traceback."""
+    for number in (signal.SIGINT, *ends()):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _code(stop: BaseException) -> int | str | None:
+    """What a command exits with that was stopped."""
+    if isinstance(stop, SystemExit):
+        return stop.code
+    return 128 + getattr(stop, "number", signal.SIGINT)
 
 
 def _is_main() -> bool:
@@ -210,7 +229,7 @@ def train(
     else:
         resolved = resolve(task, config, values, strongest)
         run = Run(out or Path("runs", name_of(resolved)))
-        if _is_main() and run.exists():
+        if run.exists():  # looked at by all, before any of them can have made it
             raise ValueError(
                 f"{run.folder} has a run already; go on with: fastrpb train --resume {run.folder}, "
                 "or choose another folder by --out"
@@ -336,9 +355,9 @@ def sweep(
                 on_progress=display.progress,
                 on_trial=display.done,
             )
-    except Interruption as interruption:
+    except (Interruption, KeyboardInterrupt, SystemExit) as stop:
         _complain(f"stopped; the same command goes on with the study in {folder}")
-        sys.exit(128 + interruption.number)
+        sys.exit(_code(stop))
     print(f"best learning rate {best.learning_rate:.3g}; its config is {folder / 'best.json'}")
 
 
@@ -491,7 +510,7 @@ def _compare(
             records = run_grid(configs, folder, on_event=tell, **options)
         except (KeyboardInterrupt, SystemExit) as stop:
             _complain("stopped, and saved; the same command goes on")
-            sys.exit(stop.code if isinstance(stop, SystemExit) else 130)
+            sys.exit(_code(stop))
     if records:
         show_table(lines(cells(records, on_test(metric))), f"{configs[0].task}: test {metric}, %")
     print(f"{len(records)} of {len(configs)} runs are finished; their records are in {folder}")

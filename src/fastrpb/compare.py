@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
@@ -22,7 +22,7 @@ from fastrpb.evaluate import load_data
 from fastrpb.files import reason_of
 from fastrpb.model_config import Position
 from fastrpb.presets import COLUMNS, ROWS, best, name_of, preset, row, with_row
-from fastrpb.processes import fresh_processes, keep_freed_memory
+from fastrpb.processes import fresh_processes, keep_freed_memory, start
 from fastrpb.progress import Progress
 from fastrpb.run import BusyError, Run, read_records, same_config
 from fastrpb.train import Interruption, train
@@ -107,21 +107,20 @@ def compare(
     has_data = bool(todo) or data_dir is not None  # a table alone needs none
     if has_data:
         _check_data(done, folder, data_dir)
-    context = fresh_processes("fastrpb.train")
     places = _places(jobs)
     running: dict[Any, tuple[RunConfig, Any, str]] = {}  # by pipe
+    ended: set[RunConfig] = set()  # as far as their processes said
     try:
         while todo or running:
             free = [config for config in todo if not Run(folder / name_of(config)).busy()]
             for config, place in zip(free, places.copy(), strict=False):
                 todo.remove(config)
                 places.remove(place)
-                mine, its = context.Pipe()
+                ended.discard(config)
+                mine, its = Pipe()
                 arguments = (its, config, folder / name_of(config), data_dir, cpu, place, jobs)
-                process = context.Process(target=_train_apart, args=arguments)
-                process.start()
+                running[mine] = config, _start(arguments), place
                 its.close()
-                running[mine] = config, process, place
             for pipe in wait(running, timeout=_LOOK_AGAIN):
                 config, process, place = running[pipe]
                 try:
@@ -130,10 +129,14 @@ def compare(
                     process.join()
                     del running[pipe]
                     places.append(place)
-                    event = process.exitcode and f"its process ended with code {process.exitcode}"
+                    if config in ended:
+                        continue
+                    event = f"its process ended with code {process.exitcode}"
+                if not isinstance(event, Progress):
+                    ended.add(config)
                 if isinstance(event, BusyError):
                     todo.append(config)  # another process was quicker
-                elif event:
+                else:
                     on_event(config, event)
             # What other processes have finished meanwhile.
             done = finished(todo, folder)
@@ -144,6 +147,18 @@ def compare(
     if has_data:
         _check_data(done, folder, data_dir)  # what other processes have finished, too
     return list(done.values())
+
+
+def _start(arguments: tuple) -> Any:
+    """A process that trains."""
+    process = fresh_processes("fastrpb.train").Process(target=_train_apart, args=arguments)
+    try:
+        start(process)
+    except (EOFError, OSError) as error:
+        raise ValueError(
+            "no process could be started, perhaps for want of memory; give the command again"
+        ) from error
+    return process
 
 
 def _stop(running: dict[Any, Any]) -> None:
@@ -261,12 +276,11 @@ def _train_apart(
         except OSError:  # the grid was killed
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with suppress(KeyboardInterrupt):
-        try:
-            tell(train(config, folder, data_dir=data_dir, cpu=cpu, on_progress=tell))
-        except BusyError as busy:
-            tell(busy)
-        except Interruption as stop:
-            tell(str(stop))
-        except (OSError, ValueError) as error:
-            tell(reason_of(error))
+    try:
+        tell(train(config, folder, data_dir=data_dir, cpu=cpu, on_progress=tell))
+    except BusyError as busy:
+        tell(busy)
+    except Interruption as stop:
+        tell(str(stop))
+    except (OSError, ValueError) as error:
+        tell(reason_of(error))

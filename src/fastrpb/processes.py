@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
+from multiprocessing.process import BaseProcess
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's mallopt
 _SAME_WISH = 1.0  # seconds
@@ -39,9 +41,29 @@ def fresh_processes(module: str) -> ForkServerContext:
     return context
 
 
+def start(process: BaseProcess) -> None:
+    """Start a process of these; a terminal's Ctrl-C is neither for it nor for what starts it."""
+    if threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which what starts now inherits
+        try:
+            ensure_running()
+        finally:
+            signal.signal(signal.SIGINT, before)
+    process.start()
+
+
+def ends() -> list[int]:
+    """The signals by which a process is told to end, but Ctrl-C.
+
+    Of a terminal that closes, `nohup` does not want to hear.
+    """
+    hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    return [signal.SIGTERM, *[signal.SIGHUP] * hangs_up]
+
+
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM as numbers in a list, to be looked at; a second Ctrl-C ends at once.
+    """Signals to end as numbers in a list, to be looked at; a second Ctrl-C ends at once.
 
     One wish may come as several signals: terminals and schedulers send theirs to all processes,
     and launchers hand them on to their own. So nothing but a Ctrl-C a second later is another one.
@@ -61,7 +83,7 @@ def caught_signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         caught.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, *ends())}
     try:
         yield caught
     finally:

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from uuid import uuid4
@@ -22,6 +23,7 @@ from fastrpb.run import Run, json_object
 from fastrpb.train import DivergedError, train
 
 _FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
+_JUST_BEGUN = timedelta(minutes=1)
 
 
 def sweep(
@@ -192,10 +194,12 @@ def _queue_again(study: optuna.Study, folder: Path) -> None:
 
 
 def _is_dead(trial: FrozenTrial, folder: Path) -> bool:
-    if "worker" not in trial.user_attrs:
-        return False  # just begun
+    if "worker" not in trial.user_attrs:  # just begun, or killed just then
+        began = trial.datetime_start or datetime.min
+        return datetime.now() - began > _JUST_BEGUN
     try:
-        with _alive(folder, trial.user_attrs["worker"]):
+        with _alive(folder, trial.user_attrs["worker"]) as alive:
+            Path(alive.lock_file).unlink(missing_ok=True)
             return True
     except Timeout:
         return False

@@ -12,12 +12,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
@@ -54,6 +54,7 @@ from fastrpb.replay import Replayed, own_stream
 from fastrpb.run import Run, peak_memory, provenance
 from fastrpb.state_dicts import StateDicts
 
+_T = TypeVar("_T")
 TRACKERS = ("tensorboard", "wandb")
 _LENGTHS = 64  # compiled batches have a multiple of so many tokens: few shapes to record
 _FEW = 0.01  # of the sequences padded: most compiled batches then do without masks
@@ -121,8 +122,9 @@ def train(
     with clear_errors(config, accelerator), own_random_numbers(accelerator.device):
         # Made before the folder, so that a config that cannot be leaves none.
         trainer = _Trainer(config, run, accelerator, data, on_progress, on_validation)
-        with run.locked() if accelerator.is_main_process else nullcontext():
-            finished = _begin(run, config, accelerator, trainer.digest)
+        with ExitStack() as held:
+            first_alone(accelerator, lambda: held.enter_context(run.locked()))
+            finished = first_alone(accelerator, lambda: _begin(run, config, trainer.digest))
             if finished is not None:
                 return finished
             try:
@@ -132,20 +134,30 @@ def train(
                 accelerator.end_training()
 
 
-def _begin(
-    run: Run, config: RunConfig, accelerator: Accelerator, digest: str
-) -> dict[str, Any] | None:
-    """Open the folder, which the first process alone looks at; the record of a finished run."""
-    finished = None
+def first_alone(accelerator: Accelerator, function: Callable[[], _T]) -> _T:
+    """What the first process does, for all of them: what it gives, or why it cannot."""
+    given, error = None, None
     if accelerator.is_main_process:
-        run.open(config)
-        finished = run.result() if run.model_file.exists() else None
-        if finished is not None:
-            run.check(finished["config"], config)
-            run.check_data(finished.get("data"), digest)
-            trained(run, config)  # there, and whole
-            run.finish(finished)
-    return broadcast_object_list([finished])[0]
+        try:
+            given = function()
+        except (OSError, ValueError) as reason:
+            error = reason
+    given, error = broadcast_object_list([given, error])
+    if error is not None:
+        raise error
+    return given
+
+
+def _begin(run: Run, config: RunConfig, digest: str) -> dict[str, Any] | None:
+    """Open the folder; the record of a finished run."""
+    run.open(config)
+    finished = run.result() if run.model_file.exists() else None
+    if finished is not None:
+        run.check(finished["config"], config)
+        run.check_data(finished.get("data"), digest)
+        trained(run, config)  # there, and whole
+        run.finish(finished)
+    return finished
 
 
 class _Trainer:
@@ -194,6 +206,7 @@ class _Trainer:
         self.state = self.began = State()
         self.best: dict[str, Tensor] = {}  # weights of the best validation, where they are kept
         self.saved: int | None = None
+        self.slow = True  # steps of a second or more; who knows, at first
         self.window = Window()
 
     def fit(self) -> dict[str, Any]:
@@ -227,8 +240,10 @@ class _Trainer:
                 self._train_step(next(stream), compute)
                 if self._due(_REPORT_EVERY):
                     self._report()
-                self._stop_if_asked()
+                self._stop_together()
         except _Stop as stop:
+            with suppress(_Stop):  # if that cannot be shown either
+                self._report()
             self._save()
             raise Interruption(self.state.step, self.steps, stop.number) from None
         except RuntimeError:
@@ -293,11 +308,12 @@ class _Trainer:
         if not self.window.sums:
             return
         state, window = self.state, self.window
-        others = torch.tensor([float(window.tokens), float(bool(self.signals))])
+        others = torch.tensor([float(window.tokens), time.perf_counter() - window.start])
         rows = torch.stack([*window.sums.values(), others.to(self.accelerator.device)])
         rows: Any = self.accelerator.reduce(rows, reduction="sum")
-        *rows, (tokens, asked) = rows.tolist()
+        *rows, (tokens, waited) = rows.tolist()
         rows = torch.tensor(rows) / self.accelerator.num_processes
+        self.slow = waited > len(rows) * self.accelerator.num_processes
         seconds = time.perf_counter() - window.start
         for step, (loss, _) in zip(window.sums, rows.tolist(), strict=True):
             if not math.isfinite(loss):
@@ -310,12 +326,19 @@ class _Trainer:
         # By this process's own speed: what went before may have run on another machine.
         here = (state.seconds - self.began.seconds) / (state.step - self.began.step)
         left = here * (self.steps - state.step)
-        if self.accelerator.is_main_process:
-            self.on_progress(Progress(state.step, self.steps, loss, accuracy, speed, left))
         rate = self.optimizer.param_groups[0]["lr"]
         self._log({"loss": loss, "accuracy": accuracy, "learning_rate": rate, "tokens/s": speed})
-        if self.accelerator.num_processes > 1 and asked:
-            raise _Stop(self.signals[0] if self.signals else signal.SIGTERM)
+        if self.accelerator.is_main_process:
+            self._show(Progress(state.step, self.steps, loss, accuracy, speed, left))
+
+    def _show(self, progress: Progress) -> None:
+        """If nobody can look any more, for a closed pipe or a full disk, there is work to save."""
+        try:
+            self.on_progress(progress)
+        except (OSError, SystemExit):  # rich makes the second of a closed pipe
+            if self.accelerator.num_processes == 1:
+                raise _Stop(signal.SIGPIPE) from None
+            raise
 
     def _diverged(self, what: str) -> NoReturn:
         what += f"; the state of step {self.saved} is saved in {self.run.folder}"
@@ -369,9 +392,17 @@ class _Trainer:
         self.accelerator.log(named, step=self.state.step)
 
     def _stop_if_asked(self) -> None:
-        # Several processes must agree: they do so when they report.
         if self.signals and self.accelerator.num_processes == 1:
             raise _Stop(self.signals[0])
+
+    def _stop_together(self) -> None:
+        """Several processes must agree, soon enough for their launcher, which waits for 30 s."""
+        if self.accelerator.num_processes == 1:
+            self._stop_if_asked()
+        elif self.slow or self._due(_REPORT_EVERY):
+            asked = torch.tensor(float(bool(self.signals)), device=self.accelerator.device)
+            if cast(Tensor, self.accelerator.reduce(asked, reduction="sum")).item():
+                raise _Stop(self.signals[0] if self.signals else signal.SIGTERM)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -406,12 +437,18 @@ class _Trainer:
 
     def _restore(self) -> None:
         """Go to the newest checkpoint, if there is one; the first process reads it for all."""
-        tensors, state = {}, None
-        if self.accelerator.is_main_process and self.run.steps():
-            tensors, state = self.run.load(self.run.steps()[-1])
+        tensors: dict[str, Tensor] = {}
+
+        def read() -> dict[str, Any] | None:
+            if not self.run.steps():
+                return None
+            saved, state = self.run.load(self.run.steps()[-1])
             self.run.check(state.pop("config"), self.config)
             self.run.check_data(state.pop("digest", None), self.digest)
-        state = broadcast_object_list([state])[0]
+            tensors.update(saved)
+            return state
+
+        state = first_alone(self.accelerator, read)
         if state is None:
             return
         self.batches.load_state_dict(state.pop("data"))
