@@ -179,6 +179,17 @@ def test_a_run_whose_process_was_ended_has_no_result(small, tmp_path):
     assert re.match(r"stopped at step \d+ of 4000, and saved", str(events[-1]))
 
 
+def ends_without_a_word(*_):
+    """Instead of training."""
+
+
+def test_a_run_whose_process_said_nothing_has_no_result(small, tmp_path, monkeypatch):
+    monkeypatch.setattr("fastrpb.compare._train_apart", ends_without_a_word)
+    events = []
+    compare([small()], tmp_path, cpu=True, on_event=lambda config, event: events.append(event))
+    assert events == ["its process ended with code 0"]
+
+
 def test_one_config_on_two_data_has_two_lines(tmp_path):
     path = tmp_path / "results.jsonl"
     for data in ("one", "other", "one"):

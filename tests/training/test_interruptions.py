@@ -91,7 +91,7 @@ def test_killed_while_it_saves(small, tmp_path, save):
     assert not list(folder.rglob("*.part"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_names_the_resume_command(small, tmp_path, number):
     config, folder = small(steps=40), tmp_path / "run"
 
@@ -147,6 +147,29 @@ def test_a_signal_in_a_validation_loses_nothing(small, tmp_path):
     ]
     assert steps == [[10, 20], [10, 20]]
     assert_same(weights(tmp_path / "whole"), weights(folder))
+
+
+@pytest.mark.parametrize("error", [OSError("no space"), SystemExit(1)])
+@pytest.mark.parametrize("asked", [False, True])
+def test_saved_where_nobody_can_look_any_more(small, tmp_path, error, asked):
+    """A closed pipe or a full disk; also if that is found while it stops for another reason."""
+    run = Run(tmp_path / "run")
+
+    def show(progress):
+        if progress.step > 15:
+            raise error
+
+    def stop(step, metrics):
+        if asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    config = small(steps=40, eval_every=15, save_every=1000)
+    with pytest.raises(Interruption, match=r"stopped at step \d+ of 40, and saved") as stopped:
+        train(config, run.folder, cpu=True, on_progress=show, on_validation=stop)
+    assert stopped.value.number == (signal.SIGTERM if asked else signal.SIGPIPE)
+    last = 16 if asked else 20
+    assert run.steps()[-1] == last
+    assert [x["step"] for x in run.metrics() if "loss" in x] == [10, 15, last]
 
 
 @pytest.mark.parametrize("again", [signal.SIGINT, signal.SIGTERM])

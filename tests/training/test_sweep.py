@@ -1,5 +1,6 @@
 import os
 import signal
+from datetime import datetime, timedelta
 
 import pytest
 
@@ -58,6 +59,20 @@ def test_a_killed_trial_goes_on(small, tmp_path):
     assert process.exitcode == -signal.SIGKILL
     sweep(config, tmp_path, trials=1, cpu=True)
     assert len(list(tmp_path.glob("rate-*"))) == 1
+
+
+def test_a_trial_of_a_worker_that_was_killed_as_it_took_it(small, tmp_path):
+    config = small(steps=10)
+    study = _open(config, tmp_path, DIGEST, rates(config))
+    for minutes in (0, 2):
+        fixed = {"fixed_params": {"learning_rate": 1e-3 * (1 + minutes)}}
+        began = datetime.now() - timedelta(minutes=minutes)
+        trial = optuna.trial.create_trial(state=TrialState.RUNNING, system_attrs=fixed)
+        trial.datetime_start = began
+        study.add_trial(trial)
+    again = _open(config, tmp_path, DIGEST, rates(config))
+    waiting = again.get_trials(states=[TrialState.WAITING])
+    assert [x.system_attrs["fixed_params"]["learning_rate"] for x in waiting] == [3e-3]
 
 
 def test_diverging_rates_are_cut_short_and_the_best_is_of_validation(small, tmp_path):

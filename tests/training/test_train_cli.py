@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -236,6 +237,59 @@ def test_two_processes_killed_go_on_as_two_or_as_one(run, tmp_path):
     code, out, _ = run("train", "--resume", "run", "--cpu")
     assert code == 0
     assert "step 1000/1000" in out
+
+
+def test_two_processes_of_slow_steps_stop_soon(tmp_path):
+    """Their launcher kills them after half a minute."""
+    values = ["train", "digits", *SMALL, "--dim", 256, "--mlp-dim", 2048, "--batch-size", 256]
+    values += ["--steps", 100, "--save-every", 100, "--tracker", "none", "--out", "run"]
+    process = start(*values, launcher=TWO, cwd=tmp_path)
+    while not Run(tmp_path / "run").steps():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert re.search(r"stopped at step [1-9] of 100, and saved", error), error
+
+
+def test_what_the_first_process_refuses_all_refuse(tmp_path):
+    values = ["train", "digits", *SMALL, "--tracker", "none"]
+    whole = start(*values, "--steps", 2, "--out", "run", cwd=tmp_path)
+    whole.communicate(timeout=60)
+    for options, reason in (
+        (["--resume", "run", "--steps", 3, "--cpu"], "was begun with another config"),
+        (["digits", *SMALL, "--steps", 2, "--out", "run"], "has a run already"),
+    ):
+        began = time.monotonic()
+        process = start("train", *options, launcher=TWO, cwd=tmp_path)
+        _, error = process.communicate(timeout=120)
+        assert error.count(reason) == 1
+        assert "[rank1]" not in error
+        assert time.monotonic() - began < 25
+
+
+@pytest.mark.parametrize("output", [">&-", "| head -1", "> /dev/full"])
+def test_an_output_that_is_closed_or_full(tmp_path, output):
+    arguments = ["train", "digits", *SMALL, "--steps", 600, "--save-every", 5000]
+    command = [sys.executable, "-m", "fastrpb", *arguments, "--out", "run", "--tracker", "none"]
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {shlex.join(map(str, command))} {output}"],
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "Traceback" not in done.stderr
+    steps = Run(tmp_path / "run").steps()
+    if done.returncode == 0:
+        assert Run(tmp_path / "run").result()
+        assert output != "> /dev/full"
+    else:
+        assert re.search(rf"stopped at step {steps[-1]} of 600, and saved", done.stderr)
+        assert steps[-1] > 0
 
 
 def test_compare_of_the_strongest_set_up(run, monkeypatch):
