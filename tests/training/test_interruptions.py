@@ -99,14 +99,28 @@ def test_a_signal_saves_and_names_the_resume_command(small, tmp_path, number):
         if progress.step == 20:
             os.kill(os.getpid(), number)
 
-    before = signal.getsignal(number)
-    with pytest.raises(Interruption, match=r"step 2\d of 40, and saved") as stopped:
-        train(config, folder, cpu=True, on_progress=stop)
+    before = signal.signal(number, signal.SIG_DFL)  # under nohup, one would be ignored
+    try:
+        with pytest.raises(Interruption, match=r"step 2\d of 40, and saved") as stopped:
+            train(config, folder, cpu=True, on_progress=stop)
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
     assert stopped.value.number == number
-    assert signal.getsignal(number) is before
     train(config, folder, cpu=True)
     train(config, tmp_path / "whole", cpu=True)
     assert_same(weights(tmp_path / "whole"), weights(folder))
+
+
+def test_nohup_is_obeyed(small, tmp_path):
+    def hang_up(progress):
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert train(small(steps=20), tmp_path / "run", cpu=True, on_progress=hang_up)["metrics"]
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_that_also_ends_the_compiler(small, tmp_path, monkeypatch):
