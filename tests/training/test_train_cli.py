@@ -186,7 +186,7 @@ def test_terminated_with_all_its_processes_and_more_than_once_it_saves(tmp_path,
             os.killpg(process.pid, signal.SIGTERM)
         time.sleep(0.01)
     process.communicate(timeout=60)
-    assert process.returncode == 143
+    assert process.returncode in (143, -signal.SIGTERM)  # by the last of them, while it exits
     (folder,) = (path.parent for path in tmp_path.glob("grid/*/metrics.jsonl"))
     assert Run(folder).steps()[-1] > 0
 
