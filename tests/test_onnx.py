@@ -60,6 +60,9 @@ def test_onnxruntime_gives_what_pytorch_gives(kind, changes, tmp_path):
         got = run(session, ["tokens", "mask"], (tokens, mask))
         seen = mask if kind is LanguageModel else torch.ones(size, dtype=torch.bool)
         torch.testing.assert_close(got[seen], wanted[seen], rtol=1e-4, atol=1e-5)
+    tokens[0, 0] = -1  # which must not be the last of the vocabulary
+    with pytest.raises(Exception, match=r"out of (data )?bounds|invalid index"):
+        run(session, ["tokens", "mask"], (tokens, mask))
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
 
 

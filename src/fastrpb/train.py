@@ -123,8 +123,8 @@ def train(
         # Made before the folder, so that a config that cannot be leaves none.
         trainer = _Trainer(config, run, accelerator, data, on_progress, on_validation)
         with ExitStack() as held:
-            first_alone(accelerator, lambda: held.enter_context(run.locked()))
-            finished = first_alone(accelerator, lambda: _begin(run, config, trainer.digest))
+            _first_alone(accelerator, lambda: held.enter_context(run.locked()))
+            finished = _first_alone(accelerator, lambda: _begin(run, config, trainer.digest))
             if finished is not None:
                 return finished
             try:
@@ -134,7 +134,7 @@ def train(
                 accelerator.end_training()
 
 
-def first_alone(accelerator: Accelerator, function: Callable[[], _T]) -> _T:
+def _first_alone(accelerator: Accelerator, function: Callable[[], _T]) -> _T:
     """What the first process does, for all of them: what it gives, or why it cannot."""
     given, error = None, None
     if accelerator.is_main_process:
@@ -448,7 +448,7 @@ class _Trainer:
             tensors.update(saved)
             return state
 
-        state = first_alone(self.accelerator, read)
+        state = _first_alone(self.accelerator, read)
         if state is None:
             return
         self.batches.load_state_dict(state.pop("data"))
