@@ -212,6 +212,35 @@ def test_pair_classifier_shares_its_encoder():
     assert sum(name.startswith("encoder.embedding") for name in model.state_dict()) == 1
 
 
+@pytest.mark.parametrize(
+    ("norm", "training", "lengths", "masked", "calls"),
+    [
+        ("layer", True, (24, 24), (True, True), 1),
+        ("layer", True, (24, 24), (False, False), 1),
+        ("layer", True, (24, 24), (True, False), 2),
+        ("layer", True, (24, 17), (True, True), 2),
+        ("batch", True, (24, 24), (False, False), 2),  # statistics of each
+        ("batch", False, (24, 24), (True, True), 1),
+    ],
+)
+def test_two_documents_of_one_length_are_one_batch(norm, training, lengths, masked, calls):
+    model = PairClassifier(config(norm=norm, image=None)).train(training)
+    (a, mask_a), (b, mask_b) = batch(), batch()
+    pairs = [(a, mask_a), (b, mask_b.flip(0))]
+    tokens = [x[:, :length] for (x, _), length in zip(pairs, lengths, strict=True)]
+    masks = [
+        mask[:, :length] if some else None
+        for (_, mask), length, some in zip(pairs, lengths, masked, strict=True)
+    ]
+    expected = model.head(
+        torch.cat([model.encoder.pool(*each) for each in zip(tokens, masks, strict=True)], -1)
+    )
+    seen = []
+    model.encoder.register_forward_hook(lambda *_: seen.append(1))
+    torch.testing.assert_close(model(*tokens, *masks), expected)
+    assert len(seen) == calls
+
+
 @pytest.mark.parametrize("filters", [1, 2, 8, 16])
 def test_filters_are_their_own_setting(filters):
     model = Classifier(config(filters=filters))

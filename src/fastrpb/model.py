@@ -26,6 +26,7 @@ from fastrpb.features import DPFP, FavorPlus, Phi, elu1, relu, sikf
 from fastrpb.files import read_tensors, write_tensors
 from fastrpb.layers import LinearAttention, SelfAttention, SoftmaxAttention, Stream
 from fastrpb.model_config import ON_OUTPUT, ModelConfig
+from fastrpb.modes import exporting
 from fastrpb.norms import BatchNorm, LayerNorm, PooledNorm
 from fastrpb.positions import (
     ALiBi,
@@ -223,9 +224,22 @@ class PairClassifier(nn.Module):
             raise ValueError(
                 f"{first.shape[0]} first and {second.shape[0]} second sequences make no pairs"
             )
-        a, b = self.encoder.pool(first, first_mask), self.encoder.pool(second, second_mask)
+        a, b = self._pool((first, second), (first_mask, second_mask))
         pair = [a, b] if self.config.pairing == "concat" else [a, b, a * b, a - b]
         return self.head(torch.cat(pair, dim=-1))
+
+    def _pool(
+        self, tokens: tuple[Tensor, Tensor], masks: tuple[Tensor | None, Tensor | None]
+    ) -> Sequence[Tensor]:
+        """Of one shape, as one batch: half as many launches, of twice the work.
+
+        Not where a batch norm in training takes the statistics of each.
+        """
+        apart = exporting() or (self.training and self.config.norm == "batch")
+        given = [mask for mask in masks if mask is not None]
+        if apart or len(given) == 1 or len({x.shape[:2] for x in (*tokens, *given)}) > 1:
+            return [self.encoder.pool(x, mask) for x, mask in zip(tokens, masks, strict=True)]
+        return self.encoder.pool(torch.cat(tokens), torch.cat(given) if given else None).chunk(2)
 
 
 class LanguageModel(nn.Module):
