@@ -17,6 +17,7 @@ CORE = [
     "kernels",
     "dropout",
     "toeplitz",
+    "bias_base",
     "bias",
     "bias2d",
     "features",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastrpb.causal import add_shifted, causal_sums
-from fastrpb.checks import check_floating, check_mask, check_values, compute_dtype
+from fastrpb.checks import check_floating, check_mask, check_values, compute_dtype, kept
 from fastrpb.features import (
     DPFP,
     ELU1,
@@ -74,7 +74,7 @@ def softmax_attention(
             q, k, v, dropout_p=dropout, is_causal=causal
         )
     visible = _visible(q, k, mask, causal)
-    k, v = _kept(k, mask), _kept(v, mask)
+    k, v = kept(k, mask), kept(v, mask)
     if logits is None:
         attn_mask = visible
     else:
@@ -159,7 +159,7 @@ def linear_attention(
     kind = _KINDS[type(phi)]
     projection = phi.projection if isinstance(phi, FavorPlus) else None
     if isinstance(phi, DPFP):  # its features are few, and the kernel takes them as they are
-        q, k = (phi.features(x).to(v.dtype) for x in _widened(q, _kept(k, mask)))
+        q, k = (phi.features(x).to(v.dtype) for x in _widened(q, kept(k, mask)))
     lead = v.shape[:-3]
     q, k, v = (x.reshape(lead.numel(), *x.shape[-3:]) for x in (q, k, v))
     mask = None if mask is None else mask.reshape(lead.numel(), -1)
@@ -171,7 +171,7 @@ def linear_attention(
 def _plain(phi: Phi, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     dtype = v.dtype
     with exact(v):
-        q, k, v = _widened(q, _kept(k, mask), v)
+        q, k, v = _widened(q, kept(k, mask), v)
         values = _with_ones(v, mask)
         if not causal:
             phi_q, phi_k = phi(q, k, mask)
@@ -407,12 +407,7 @@ def linear_attention_step(
 
 def _with_ones(v: Tensor, mask: Tensor | None) -> Tensor:
     """[v, 1], so that one product gives numerator and denominator; zero where masked."""
-    return _kept(torch.nn.functional.pad(v, (0, 1), value=1.0), mask)
-
-
-def _kept(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Keys or values, zero where masked: a weight or a gradient of 0 times NaN would be NaN."""
-    return x if mask is None else x.masked_fill(~mask[..., None, :, None], 0)
+    return kept(torch.nn.functional.pad(v, (0, 1), value=1.0), mask)
 
 
 def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fastrpb.bias import Bias
+from fastrpb.bias_base import Bias
 from fastrpb.checks import check_size, compute_dtype
 from fastrpb.init import Copies, Init, local
 from fastrpb.toeplitz import toeplitz_2d, toeplitz_matmul_2d

@@ -87,3 +87,8 @@ def check_mask(mask: Tensor | None, shape: tuple[int, ...]) -> None:
         raise TypeError(f"mask must be bool with True = keep, got {mask.dtype}")
     if mask.shape != shape:
         raise ValueError(f"mask must be (batch, length) = {tuple(shape)}, got {tuple(mask.shape)}")
+
+
+def kept(x: Tensor, mask: Tensor | None, fill: float = 0) -> Tensor:
+    """x (batch, heads, length, dim) with `fill` where masked: a weight of 0 times NaN is NaN."""
+    return x if mask is None else x.masked_fill(~mask[..., None, :, None], fill)

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from fastrpb.checks import check_size, compute_dtype
+from fastrpb.checks import check_size, compute_dtype, kept
 
 Features = tuple[Tensor, Tensor]
 
@@ -36,10 +36,7 @@ class FeatureMap(ABC):
             k: (batch, heads, N, dim).
             mask: (batch, N) bool, True = keep.
         """
-        phi_k = self.features(k)
-        if mask is not None:
-            phi_k = phi_k.masked_fill(~mask[..., None, :, None], 0)
-        return self.features(q), phi_k
+        return self.features(q), kept(self.features(k), mask)
 
 
 class ExpFeatureMap(ABC):
@@ -52,9 +49,7 @@ class ExpFeatureMap(ABC):
     def logs(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Features:
         """(log φ(q), log φ(k)); keys that the mask (batch, N) hides are below all others."""
         dtype = compute_dtype(q, k)  # HIDDEN is beyond half precision
-        log_k = self.log_features(k.to(dtype))
-        if mask is not None:
-            log_k = log_k.masked_fill(~mask[..., None, :, None], HIDDEN)
+        log_k = kept(self.log_features(k.to(dtype)), mask, HIDDEN)
         return self.log_features(q.to(dtype)), log_k
 
     def __call__(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Features:
@@ -67,9 +62,7 @@ class ExpFeatureMap(ABC):
         log_q, log_k = self.logs(q, k, mask)
         shift = log_k.detach().amax(-2, keepdim=True)
         log_q = log_q + shift
-        phi_k = torch.exp(log_k - shift)
-        if mask is not None:
-            phi_k = phi_k.masked_fill(~mask[..., None, :, None], 0)
+        phi_k = kept(torch.exp(log_k - shift), mask)
         return torch.exp(log_q - log_q.detach().amax(-1, keepdim=True)), phi_k
 
 
