@@ -99,6 +99,24 @@ def test_masked_keys_do_not_count_even_as_nan(phi, causal):
     assert torch.equal(y, dirty)
 
 
+@phis
+def test_masked_keys_have_no_gradients_even_as_nan(phi):
+    q, k, v = (x.requires_grad_() for x in inputs(5, 5))
+    mask = torch.tensor([[True] * 3 + [False] * 2]).expand(2, 5)
+    hole = ~mask[:, None, :, None]
+    spoiled = k.masked_fill(hole, torch.nan)
+    for key in (k, spoiled):
+        weights = linear_attention_weights(q, key, phi=phi, mask=mask)
+        state = linear_attention_state(key, v, phi=phi, mask=mask)
+        begin = linear_attention_init_state(k, v, phi=phi)
+        last = (x[..., 4:, :] for x in (q, key, v))
+        y, after = linear_attention_step(*last, begin, phi=phi, mask=mask[:, 4:])
+        outputs = [weights.square(), *state, y, *after]
+        assert all(x.isfinite().all() for x in outputs)
+        grads = torch.autograd.grad([x.sum() for x in outputs if x.requires_grad], (q, k, v))
+        assert all(g.isfinite().all() for g in grads)
+
+
 @causals
 def test_masked_keys_do_not_count_even_as_nan_in_softmax(causal):
     q, k, v = inputs(30, 30)

@@ -498,28 +498,9 @@ def test_resized_it_trains_as_before(rpb):
     assert again.w.requires_grad
 
 
-@pytest.mark.parametrize("flags", FLAGS)
-@pytest.mark.parametrize(("length", "first", "count"), [(1, 0, 1), (20, 19, 1), (17, 3, 9)])
-def test_some_rows_are_those_of_all(flags, length, first, count):
-    bias, v = FastRPB(3, 20, **flags).double(), torch.randn(2, 3, length, 5).double()
-    mask = torch.rand(2, length) < 0.7
-    v.requires_grad_()
-
-    def gradients(y):
-        return y, *torch.autograd.grad(y.square().sum(), (bias.w, v))
-
-    wanted = gradients(bias(v, mask)[:, :, first : first + count])
-    for place in (first, torch.tensor(first)):
-        for mine, its in zip(gradients(bias(v, mask, rows=(place, count))), wanted, strict=True):
-            torch.testing.assert_close(mine, its)
-
-
-def test_rows_that_are_not_there():
-    bias, v = FastRPB(3, 20, causal=True), torch.randn(3, 10, 5)
-    for rows in ((-1, 2), (9, 2), (0, 0)):
-        with pytest.raises(ValueError, match="are not among the 10 tokens of v"):
-            bias(v, rows=rows)
-    with pytest.raises(ValueError, match="rows= is for a bias without a prefix"):
-        bias(v, state=bias.init_state(v), rows=(0, 1))
-    with pytest.raises(ValueError, match="rows= is for a bias without a prefix"):
-        FastRPB(3, 20, prefix=1)(v, rows=(0, 1))
+@pytest.mark.parametrize("made", [torch.zeros_like, lambda w: None])
+def test_an_init_that_fills_nothing_is_refused(made):
+    with pytest.raises(ValueError, match="init did not fill w: it must do so in place"):
+        FastRPB(3, 8, init=lambda w, *_: made(w))
+    with torch.inference_mode():
+        assert FastRPB(3, 8).w.isfinite().all()

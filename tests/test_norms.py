@@ -77,3 +77,34 @@ def test_a_batch_of_one_is_normed_by_the_averages():
     y = norm(x)
     assert all(torch.equal(x, before[name]) for name, x in norm.state_dict().items())
     torch.testing.assert_close(y, norm.eval()(x))
+
+
+def test_padding_does_not_count_even_as_nan():
+    x, mask = kept_tokens()
+    clean, spoiled = BatchNorm(5), BatchNorm(5)
+    inputs = [x, x.masked_fill(~mask.unsqueeze(-1), torch.nan)]
+    one, other = (x.requires_grad_() for x in inputs)
+    y, z = clean(one, mask)[mask], spoiled(other, mask)[mask]
+    torch.testing.assert_close(z, y)
+    torch.testing.assert_close(spoiled.running_var, clean.running_var)
+    g = torch.randn_like(y)
+    grads = [torch.autograd.grad(*pair, g)[0][mask] for pair in ((y, one), (z, other))]
+    torch.testing.assert_close(*grads)
+
+
+def test_one_kept_token_is_its_own_mean():
+    norm = BatchNorm(2)
+    x = torch.tensor([[[10.0, -4.0], [3.0, 3.0]]])
+    assert norm(x, torch.tensor([[True, False]]))[0, 0].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(norm.running_mean, torch.tensor([1.0, -0.4]))
+
+
+def test_gradients_of_a_batch_without_a_mask_and_then_one_with():
+    x, mask = kept_tokens()
+    norm, wanted = BatchNorm(5), BatchNorm(5)
+    x.requires_grad_()
+    whole = torch.ones_like(mask)
+    g = torch.randn_like(x)
+    (mixed,) = torch.autograd.grad(norm(x) + norm(x, whole), x, g)
+    (masked,) = torch.autograd.grad(wanted(x, whole) + wanted(x, whole), x, g)
+    torch.testing.assert_close(mixed, masked, rtol=1e-4, atol=1e-5)

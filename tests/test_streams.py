@@ -135,3 +135,38 @@ def test_gelu_token_by_token():
     tokens, streams = torch.randint(11, (4, 24)), [Stream() for _ in encoder.blocks]
     parts = [encoder(part, streams=streams) for part in tokens.split(9, dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), encoder(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_as_many_streams_as_layers():
+    model = LanguageModel(config(layers=3)).eval()
+    tokens = torch.randint(11, (2, 8))
+    for streams in ([], [Stream()], [Stream() for _ in range(4)]):
+        with pytest.raises(ValueError, match=f"{len(streams)} streams are not one for each of 3"):
+            model.encoder(tokens, streams=streams)
+
+
+@pytest.mark.parametrize("flags", [{}, {"causal": True}, {"symmetric": True}])
+@pytest.mark.parametrize(("length", "first", "count"), [(1, 0, 1), (20, 19, 1), (17, 3, 9)])
+def test_some_rows_are_those_of_all(flags, length, first, count):
+    bias, v = FastRPB(3, 20, **flags).double(), torch.randn(2, 3, length, 5).double()
+    mask = torch.rand(2, length) < 0.7
+    v.requires_grad_()
+
+    def gradients(y):
+        return y, *torch.autograd.grad(y.square().sum(), (bias.w, v))
+
+    wanted = gradients(bias(v, mask)[:, :, first : first + count])
+    for place in (first, torch.tensor(first)):
+        for mine, its in zip(gradients(bias(v, mask, rows=(place, count))), wanted, strict=True):
+            torch.testing.assert_close(mine, its)
+
+
+def test_rows_that_are_not_there():
+    bias, v = FastRPB(3, 20, causal=True), torch.randn(3, 10, 5)
+    for rows in ((-1, 2), (9, 2), (0, 0)):
+        with pytest.raises(ValueError, match="are not among the 10 tokens of v"):
+            bias(v, rows=rows)
+    with pytest.raises(ValueError, match="rows= is for a bias without a prefix"):
+        bias(v, state=bias.init_state(v), rows=(0, 1))
+    with pytest.raises(ValueError, match="rows= is for a bias without a prefix"):
+        FastRPB(3, 20, prefix=1)(v, rows=(0, 1))

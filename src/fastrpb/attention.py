@@ -99,7 +99,7 @@ def linear_attention_weights(
     _check_phi(phi)
     visible, dtype = _visible(q, k, mask, causal), q.dtype
     with exact(q):
-        q, k = _widened(q, k)
+        q, k = _widened(q, kept(k, mask))
         if isinstance(phi, ExpFeatureMap):
             log_q, log_k = phi.logs(q, k)
             log_sim = torch.logsumexp(log_q.unsqueeze(-2) + log_k.unsqueeze(-3), dim=-1)
@@ -348,7 +348,7 @@ def linear_attention_state(
     _check(k, k, v, mask)
     _check_phi(phi)
     with exact(v):
-        k, v = _widened(k, v)
+        k, v = _widened(kept(k, mask), v)
         values = _with_ones(v, mask)
         if not isinstance(phi, ExpFeatureMap):
             state = linear_attention_init_state(k, v, phi=phi)
@@ -389,7 +389,7 @@ def linear_attention_step(
         )
     dtype = v.dtype
     with exact(v):
-        q, k, v = _widened(q, k, v)
+        q, k, v = _widened(q, kept(k, mask), v)
         values = _with_ones(v, mask)
         if isinstance(phi, ExpFeatureMap):
             log_q, log_k = phi.logs(q, k, mask)

@@ -64,8 +64,13 @@ class Bias(nn.Module, ABC):
 
         Those would have to be huge under an envelope, and no rate could move them.
         """
-        distance = self._distance()
+        distance, tracked = self._distance(), not self.w.is_inference()
+        before = self.w._version if tracked else None
         self.init(self.w, distance, self._copies())
+        if tracked and self.w._version == before:
+            raise ValueError(
+                "init did not fill w: it must do so in place, as fastrpb.init.zero does"
+            )
         if self.envelope is not None:
             self.w.div_(decay(self.num_heads, distance, *self.envelope).clamp(min=_HELD))
 

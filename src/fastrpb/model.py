@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from fastrpb import init
 from fastrpb.bias import FastRPB
 from fastrpb.bias2d import FastRPB2d
-from fastrpb.checks import check_mask, check_tensor
+from fastrpb.checks import check_mask, check_tensor, compute_dtype
 from fastrpb.dropout import Dropout
 from fastrpb.features import DPFP, FavorPlus, Phi, elu1, relu, sikf
 from fastrpb.files import read_tensors, write_tensors
@@ -117,6 +117,10 @@ class Encoder(nn.Module):
             streams: one a layer, of a config that `streams`: the tokens go on from theirs.
             cls_alone: the last block is for the CLS token alone; the result is (batch, 1, dim).
         """
+        if streams is not None and len(streams) != len(self.blocks):
+            raise ValueError(
+                f"{len(streams)} streams are not one for each of {len(self.blocks)} layers"
+            )
         seen = streams[0].tokens if streams else 0
         self._check(tokens, mask, seen)
         if cls_alone and not self._cls_can_be_alone:
@@ -159,8 +163,9 @@ class Encoder(nn.Module):
             return x[:, 0]
         if mask is None:
             return x.mean(1)
-        kept = mask.unsqueeze(-1).to(x.dtype)
-        return (x * kept).sum(1) / kept.sum(1).clamp(min=1)
+        kept = mask.unsqueeze(-1)
+        total = x.masked_fill(~kept, 0).sum(1, dtype=compute_dtype(x))  # half precisions overflow
+        return (total / kept.sum(1).clamp(min=1)).to(x.dtype)
 
     def _check(self, tokens: Tensor, mask: Tensor | None, seen: int) -> None:
         check_tensor("tokens", tokens)
@@ -237,9 +242,15 @@ class PairClassifier(nn.Module):
         """
         apart = exporting() or (self.training and self.config.norm == "batch")
         given = [mask for mask in masks if mask is not None]
-        if apart or len(given) == 1 or len({x.shape[:2] for x in (*tokens, *given)}) > 1:
+        if apart or len(given) == 1 or not _alike(tokens, given):
             return [self.encoder.pool(x, mask) for x, mask in zip(tokens, masks, strict=True)]
         return self.encoder.pool(torch.cat(tokens), torch.cat(given) if given else None).chunk(2)
+
+
+def _alike(tokens: tuple[Tensor, Tensor], masks: list[Tensor]) -> bool:
+    """Of one shape, which ids and embeddings never are."""
+    first, second = tokens
+    return first.shape == second.shape and all(mask.shape == first.shape[:2] for mask in masks)
 
 
 class LanguageModel(nn.Module):

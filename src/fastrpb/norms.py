@@ -30,11 +30,12 @@ class BatchNorm(nn.BatchNorm1d):
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is None or not self.training:
             return super().forward(input.flatten(0, 1)).view_as(input)
-        x, kept = input.to(compute_dtype(input)), mask.unsqueeze(-1)
-        count = kept.sum().clamp(min=2)
-        mean = (x * kept).sum((0, 1)) / count
+        kept = mask.unsqueeze(-1)
+        x = input.to(compute_dtype(input)).masked_fill(~kept, 0)  # 0 times NaN would be NaN
+        count = kept.sum().clamp(min=1)
+        mean = x.sum((0, 1)) / count
         variance = ((x - mean).square() * kept).sum((0, 1)) / count
-        self._track(mean, variance * count / (count - 1))
+        self._track(mean, variance * count / (count - 1).clamp(min=1))
         y = (x - mean) * torch.rsqrt(variance + self.eps) * self.weight + self.bias
         return y.to(input.dtype)
 
@@ -43,7 +44,8 @@ class BatchNorm(nn.BatchNorm1d):
         """Move the averages as torch does where nothing is masked."""
         self.num_batches_tracked.add_(1)  # pyright: ignore[reportOptionalMemberAccess]
         for average, x in ((self.running_mean, mean), (self.running_var, variance)):
-            average.lerp_(x.to(average.dtype), self.momentum)  # pyright: ignore
+            # As data: torch may have kept them for the gradients of a batch without a mask.
+            average.data.lerp_(x.to(average.dtype), self.momentum)  # pyright: ignore
 
 
 class PooledNorm(nn.BatchNorm1d):
