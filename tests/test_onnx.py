@@ -85,9 +85,8 @@ def test_long_sequences_and_other_dtypes(tmp_path):
 
 
 def command(*words):
-    code = "from fastrpb.cli import main; main()"
     return subprocess.run(
-        [sys.executable, "-c", code, "export", *map(str, words)],
+        [sys.executable, "-m", "fastrpb", "export", *map(str, words)],
         capture_output=True,
         text=True,
         check=False,

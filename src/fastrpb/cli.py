@@ -1,6 +1,5 @@
-"""The command `fastrpb`: each command calls a function of the library and shows what it gives."""
+"""The commands of `fastrpb`: each calls a function of the library and shows what it gives."""
 
-import atexit
 import functools
 import os
 import shlex
@@ -9,78 +8,33 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
-try:
-    import typer
-
-    from fastrpb.options import (
-        ONE_TASK,
-        Cpu,
-        DataDir,
-        Metric,
-        RunFolder,
-        Strongest,
-        TaskName,
-        config_options,
-        resolve,
-        whole_number,
-    )
-    from fastrpb.show import Display, outcome_in_words, show_dataset, show_table, waiting
-except ModuleNotFoundError as missing:
-    message = f"fastrpb: the command needs the package {missing.name}: pip install 'fastrpb[cli]'"
-    print(message, file=sys.stderr)
-    sys.exit(2)
+import typer
 
 from fastrpb import __version__
 from fastrpb.config import RunConfig, load_config, override
 from fastrpb.data import DataError, load
-from fastrpb.files import reason_of
-from fastrpb.presets import COLUMNS, ROWS, best, name_of, row
-from fastrpb.processes import ends, keep_freed_memory
+from fastrpb.options import (
+    ONE_TASK,
+    Cpu,
+    DataDir,
+    Metric,
+    RunFolder,
+    Strongest,
+    TaskName,
+    config_options,
+    resolve,
+    whole_number,
+)
+from fastrpb.presets import CELL, COLUMNS, ROWS, best, name_of, row
+from fastrpb.processes import keep_freed_memory
+from fastrpb.show import Display, outcome_in_words, show_dataset, show_table, waiting
 
 # Commands import what they need, so that the others start quickly and without its packages.
 # ruff: noqa: PLC0415
-EXTRAS = {"accelerate": "train", "filelock": "train", "safetensors": "model"}
-EXTRAS |= {"matplotlib": "report", "optuna": "sweep"}
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
-
-
-def main() -> None:
-    """Runs a command; a mistake of the user's is one sentence and exit code 2, no traceback."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-        getattr(sys, name).reconfigure(errors="replace")
-    for number in ends():
-        signal.signal(number, _end)
-    atexit.register(_leave_signals)
-    try:
-        app()
-    except (OSError, ValueError) as error:
-        _complain(reason_of(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except ModuleNotFoundError as missing:
-        if missing.name not in EXTRAS:
-            raise
-        extra = EXTRAS[missing.name]
-        _complain(f"this needs the package {missing.name}: pip install 'fastrpb[{extra}]'")
-    sys.exit(2)
-
-
-def _end(number: int, _: object) -> NoReturn:
-    """Ended by a signal, as by Ctrl-C: half-written files go, and so do the workers."""
-    for other in ends():
-        signal.signal(other, signal.SIG_IGN)  # sent again, it would interrupt just that
-    sys.exit(128 + number)
-
-
-def _leave_signals() -> None:
-    """All is done: one more of them ends the process, and needs no traceback."""
-    for number in (signal.SIGINT, *ends()):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def _code(stop: BaseException) -> int | str | None:
@@ -100,7 +54,7 @@ def _alone(command: str) -> None:
         raise ValueError(f"{command} starts its own processes; give it without a launcher")
 
 
-def _complain(sentence: str) -> None:
+def complain(sentence: str) -> None:
     """What went wrong, once on each machine."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"fastrpb: {sentence}", file=sys.stderr)
@@ -159,8 +113,9 @@ def data(
     ] = None,
     seed: Annotated[int, typer.Option(help="listops: seed of the generator.")] = 0,
     sizes: Annotated[
-        tuple[int, int, int], typer.Option(help="listops: train, validation, test.")
-    ] = (96_000, 2_000, 2_000),
+        tuple[int, int, int] | None,
+        typer.Option(help="listops: train, validation, test. Default: Long Range Arena's."),
+    ] = None,
 ) -> None:
     """Fetch or prepare a task and show what is in it.
 
@@ -175,9 +130,9 @@ def data(
             raise DataError(f"--out generates listops only; {task} is read, see --data-dir")
         if data_dir is not None:
             raise DataError("--out writes the files and --data-dir reads them; give one of the two")
-        from fastrpb.data.listops import generate
+        from fastrpb.data.listops import SIZES, generate
 
-        generate(out, seed, sizes)
+        generate(out, seed, sizes or SIZES)
         data_dir = out
     show_dataset(load(task, data_dir, max_length=max_length), samples)
 
@@ -249,14 +204,14 @@ def train(
     except Interruption as interruption:
         again = ["fastrpb", "train", "--resume", str(run.folder)]
         again += ["--data-dir", str(data_dir)] if data_dir else []
-        _complain(f"{interruption}; go on with: {shlex.join([*again, *['--cpu'] * cpu])}")
+        complain(f"{interruption}; go on with: {shlex.join([*again, *['--cpu'] * cpu])}")
         sys.exit(128 + interruption.number)
     if _is_main():
         print(f"{run.folder}: {outcome_in_words(record)}")
 
 
 @app.command()
-@config_options("seed", "attention", "features", "position")
+@config_options("seed", *CELL)
 def compare(
     task: TaskName,
     *,
@@ -356,7 +311,7 @@ def sweep(
                 on_trial=display.done,
             )
     except (Interruption, KeyboardInterrupt, SystemExit) as stop:
-        _complain(f"stopped; the same command goes on with the study in {folder}")
+        complain(f"stopped; the same command goes on with the study in {folder}")
         sys.exit(_code(stop))
     print(f"best learning rate {best.learning_rate:.3g}; its config is {folder / 'best.json'}")
 
@@ -484,9 +439,7 @@ def export(
         raise ValueError(error) from None
 
 
-def _compare(
-    configs: Sequence[RunConfig], folder: Path, metric: str, **options: Any
-) -> list[dict[str, Any]]:
+def _compare(configs: Sequence[RunConfig], folder: Path, metric: str, **options: Any) -> None:
     """Run a grid, show it going on and its table at the end."""
     from fastrpb.compare import cells, finished, lines, on_test
     from fastrpb.compare import compare as run_grid
@@ -509,11 +462,10 @@ def _compare(
         try:
             records = run_grid(configs, folder, on_event=tell, **options)
         except (KeyboardInterrupt, SystemExit) as stop:
-            _complain("stopped, and saved; the same command goes on")
+            complain("stopped, and saved; the same command goes on")
             sys.exit(_code(stop))
     if records:
         show_table(lines(cells(records, on_test(metric))), f"{configs[0].task}: test {metric}, %")
     print(f"{len(records)} of {len(configs)} runs are finished; their records are in {folder}")
     if failed:
         raise ValueError(f"{len(failed)} of {len(configs)} runs gave no result, see above")
-    return records

@@ -105,18 +105,18 @@ def compare(
     done = finished(configs, folder)
     todo = [config for config in dict.fromkeys(configs) if config not in done]
     has_data = bool(todo) or data_dir is not None  # a table alone needs none
-    if has_data:
-        _check_data(done, folder, data_dir)
+    digests = _digests(configs, data_dir) if has_data else {}
+    _check_data(done, folder, digests)
+    jobs = max(1, min(jobs, len(todo)))
     places = _places(jobs)
     running: dict[Any, tuple[RunConfig, Any, str]] = {}  # by pipe
-    ended: set[RunConfig] = set()  # as far as their processes said
+    ended = set()  # pipes whose processes said how
     try:
         while todo or running:
-            free = [config for config in todo if not Run(folder / name_of(config)).busy()]
-            for config, place in zip(free, places.copy(), strict=False):
+            free = (x for x in todo.copy() if not Run(folder / name_of(x)).busy())
+            for place, config in zip(places.copy(), free, strict=False):  # no more than there are
                 todo.remove(config)
                 places.remove(place)
-                ended.discard(config)
                 mine, its = Pipe()
                 arguments = (its, config, folder / name_of(config), data_dir, cpu, place, jobs)
                 running[mine] = config, _start(arguments), place
@@ -129,23 +129,22 @@ def compare(
                     process.join()
                     del running[pipe]
                     places.append(place)
-                    if config in ended:
+                    if pipe in ended:
                         continue
                     event = f"its process ended with code {process.exitcode}"
                 if not isinstance(event, Progress):
-                    ended.add(config)
+                    ended.add(pipe)
                 if isinstance(event, BusyError):
                     todo.append(config)  # another process was quicker
                 else:
                     on_event(config, event)
-            # What other processes have finished meanwhile.
-            done = finished(todo, folder)
-            todo = [config for config in todo if config not in done]
+            if todo and places:  # what other processes have finished meanwhile
+                done = finished(todo, folder)
+                todo = [config for config in todo if config not in done]
     finally:
         _stop({pipe: process for pipe, (_, process, _) in running.items()})
     done = finished(configs, folder)
-    if has_data:
-        _check_data(done, folder, data_dir)  # what other processes have finished, too
+    _check_data(done, folder, digests)  # what other processes have finished, too
     return list(done.values())
 
 
@@ -189,18 +188,23 @@ def finished(configs: Sequence[RunConfig], folder: Path) -> dict[RunConfig, dict
     return {config: records[key] for config, key in keys.items() if key in records}
 
 
+def _digests(configs: Sequence[RunConfig], data_dir: str | Path | None) -> dict[tuple, str]:
+    """Of the data of each config: what is missing is told once, and prepared for all processes."""
+    one_of_each = {_data_of(config): config for config in configs}
+    return {what: load_data(config, data_dir).digest() for what, config in one_of_each.items()}
+
+
+def _data_of(config: RunConfig) -> tuple:
+    return config.task, config.model.max_length, config.validation
+
+
 def _check_data(
-    done: dict[RunConfig, dict[str, Any]], folder: Path, data_dir: str | Path | None
+    done: dict[RunConfig, dict[str, Any]], folder: Path, digests: dict[tuple, str]
 ) -> None:
-    """That finished runs were trained and tested with these data."""
-    digests = {}
+    """That finished runs were trained and tested with the data of these digests."""
     for config, record in done.items():
-        if "data" not in record:  # of an older version
-            continue
-        what = config.task, config.model.max_length, config.validation
-        if what not in digests:
-            digests[what] = load_data(config, data_dir).digest()
-        if record["data"] != digests[what]:
+        digest = digests.get(_data_of(config))
+        if None not in (digest, record.get("data")) and record["data"] != digest:
             raise ValueError(
                 f"{folder} has results of other data: {name_of(config)}; take the --data-dir of "
                 "then, or choose another folder by --out"

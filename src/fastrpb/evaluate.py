@@ -102,13 +102,14 @@ def load_run(folder: str | Path) -> tuple[RunConfig, nn.Module]:
     run = Run(shipped_or(folder))
     config = run.config()
     with own_random_numbers(torch.device("cpu")):  # a new model draws its first weights
+        steps = run.steps()  # before it looks for the model: they go when that is there
         if run.model_file.exists():
             return config, trained(run, config)
-        if not run.steps():
+        if not steps:
             raise ValueError(
                 f"{folder} has no weights; train with: fastrpb train --resume {folder}"
             )
-        tensors, state = run.load(run.steps()[-1])
+        tensors, state = run.load(steps[-1])
         run.check(state["config"], config)
         model = build(config)
         model.load_state_dict(under("model.", tensors))

@@ -11,7 +11,7 @@ import typer
 from fastrpb.config import OF_THE_TASK, RunConfig, load_config, override
 from fastrpb.data import TASKS
 from fastrpb.model_config import ModelConfig
-from fastrpb.presets import best, preset
+from fastrpb.presets import CELL, best, preset
 
 ONE_TASK = typer.Argument(help=f"One of {', '.join(TASKS)}.", autocompletion=lambda: TASKS)
 TaskName = Annotated[str, ONE_TASK]
@@ -71,8 +71,7 @@ def resolve(
     elif strongest:
         base = best(task)  # pyright: ignore[reportArgumentType]
     else:
-        names = ("attention", "features", "position")
-        base = preset(task, **{name: values[name] for name in names if name in values})  # pyright: ignore[reportArgumentType]
+        base = preset(task, **{name: values[name] for name in CELL if name in values})  # pyright: ignore[reportArgumentType]
     resolved = override(base, values)
     if "features" in values and resolved.model.attention == "softmax":
         raise ValueError(

@@ -15,6 +15,7 @@ from fastrpb.config import RunConfig, differences, override
 from fastrpb.data import TASKS, task
 from fastrpb.model_config import ON_OUTPUT, Attention, Features, ModelConfig, Position
 
+CELL = ("attention", "features", "position")  # of a table: the first two are its row
 # What the rows and columns of the paper's tables are called.
 ROWS = {
     "softmax": "Original",

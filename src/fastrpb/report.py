@@ -30,8 +30,8 @@ from fastrpb.compare import Cells, cells, lines, on_test
 from fastrpb.config import changes, completed, flat
 from fastrpb.evaluate import load_run
 from fastrpb.files import replacing, shipped_or
-from fastrpb.presets import COLUMNS, ROWS
-from fastrpb.run import CELL, Run, read_records, same_config
+from fastrpb.presets import CELL, COLUMNS, ROWS
+from fastrpb.run import Run, read_records, same_config
 
 _PIXEL = (12, 10)  # the paper's
 _OF_A_CELL = (*CELL, "absolute", "learning_rate", "seed")

@@ -30,9 +30,9 @@ from fastrpb import __version__
 from fastrpb.config import RunConfig, completed, differences, from_json, load_config, to_json
 from fastrpb.files import SHIPPED, read_tensors, replacing, shipped, write_tensors
 from fastrpb.model import load_model
+from fastrpb.presets import CELL
 
 KEPT = 2  # checkpoints
-CELL = ("attention", "features", "position")  # of a table
 
 
 class Run:
@@ -257,8 +257,9 @@ def _is_record(x: dict[str, Any]) -> bool:
     try:
         test, model = x["metrics"]["test"], x["config"]["model"]
         numbers = test["accuracy"], test["f1"], x["seconds"], x["peak_memory_bytes"]
+        numbers += x["steps"], x["tokens_per_second"]
         words = x["name"], x["config"]["task"], *(model[name] for name in CELL), x["device"]
-        words += x["versions"]["fastrpb"], x["versions"]["torch"]
+        words += x["versions"]["fastrpb"], x["versions"]["torch"], x["revision"] or ""
         whole = all(isinstance(word, str) for word in words) and _are_numbers(numbers)
         return whole and Path(x["name"]).name == x["name"] not in ("", "..")  # it names files
     except (KeyError, TypeError):

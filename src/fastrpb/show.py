@@ -3,7 +3,7 @@
 import time
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.columns import Columns
 from rich.console import Console
@@ -13,10 +13,8 @@ from rich.status import Status
 from rich.table import Column, Table
 from rich.text import Text
 
+from fastrpb import progress as runs
 from fastrpb.data import Dataset, Split
-
-if TYPE_CHECKING:
-    from fastrpb import train
 
 _LINE_EVERY = 5.0  # seconds, where there is no terminal
 
@@ -49,7 +47,7 @@ class Display:
         if self.tasks:
             self.bars.stop()
 
-    def progress(self, name: str, progress: "train.Progress") -> None:
+    def progress(self, name: str, progress: runs.Progress) -> None:
         words = in_words(progress)
         if self.console.is_terminal:
             if name not in self.tasks:
@@ -71,7 +69,7 @@ class Display:
         console.print(Text(line), soft_wrap=True)
 
 
-def in_words(progress: "train.Progress") -> str:
+def in_words(progress: runs.Progress) -> str:
     time_left = timedelta(seconds=round(progress.seconds_left))
     left = f"{time_left} left" if progress.step < progress.steps else "evaluating"
     return (

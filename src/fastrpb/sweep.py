@@ -212,6 +212,6 @@ def _best(study: optuna.Study, config: RunConfig, folder: Path) -> RunConfig:
             "choose lower ones by --low and --high"
         )
     best = replace(config, learning_rate=study.best_params["learning_rate"])
-    with replacing(folder / "best.json") as part:
+    with FileLock(folder / "study.lock"), replacing(folder / "best.json") as part:
         part.write_text(to_json(best))
     return best

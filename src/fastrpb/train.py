@@ -176,6 +176,7 @@ class _Trainer:
         self.on_progress, self.on_validation = on_progress, on_validation
         self.signals: list[int] = []
         self.data, self.digest = data, data.digest()
+        self.provenance = provenance(accelerator.device)  # now: the source may change meanwhile
         self.batches = self._train_batches()
         self.masked = config.compile and data.train.padded > _FEW  # for one program, not two
         self.steps = config.steps or (config.epochs or 0) * len(self.batches)
@@ -240,7 +241,8 @@ class _Trainer:
                 self._train_step(next(stream), compute)
                 if self._due(_REPORT_EVERY):
                     self._report()
-                self._stop_together()
+                if self._alone or self.slow or self._due(_REPORT_EVERY):
+                    self._stop_if_asked()
         except _Stop as stop:
             with suppress(_Stop):  # if that cannot be shown either
                 self._report()
@@ -308,6 +310,8 @@ class _Trainer:
         if not self.window.sums:
             return
         state, window = self.state, self.window
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()  # the CPU runs ahead of steps however slow
         others = torch.tensor([float(window.tokens), time.perf_counter() - window.start])
         rows = torch.stack([*window.sums.values(), others.to(self.accelerator.device)])
         rows: Any = self.accelerator.reduce(rows, reduction="sum")
@@ -336,7 +340,7 @@ class _Trainer:
         try:
             self.on_progress(progress)
         except (OSError, SystemExit):  # rich makes the second of a closed pipe
-            if self.accelerator.num_processes == 1:
+            if self._alone:
                 raise _Stop(signal.SIGPIPE) from None
             raise
 
@@ -391,18 +395,18 @@ class _Trainer:
         named = {f"{kind}/{name}": x for name, x in (numbers or values).items()}
         self.accelerator.log(named, step=self.state.step)
 
-    def _stop_if_asked(self) -> None:
-        if self.signals and self.accelerator.num_processes == 1:
-            raise _Stop(self.signals[0])
+    @property
+    def _alone(self) -> bool:
+        return self.accelerator.num_processes == 1
 
-    def _stop_together(self) -> None:
+    def _stop_if_asked(self) -> None:
         """Several processes must agree, soon enough for their launcher, which waits for 30 s."""
-        if self.accelerator.num_processes == 1:
-            self._stop_if_asked()
-        elif self.slow or self._due(_REPORT_EVERY):
-            asked = torch.tensor(float(bool(self.signals)), device=self.accelerator.device)
-            if cast(Tensor, self.accelerator.reduce(asked, reduction="sum")).item():
-                raise _Stop(self.signals[0] if self.signals else signal.SIGTERM)
+        asked = bool(self.signals)
+        if not self._alone:
+            here = torch.tensor(float(asked), device=self.accelerator.device)
+            asked = cast(Tensor, self.accelerator.reduce(here, reduction="sum")).item() > 0
+        if asked:
+            raise _Stop(self.signals[0] if self.signals else signal.SIGTERM)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -439,18 +443,20 @@ class _Trainer:
         """Go to the newest checkpoint, if there is one; the first process reads it for all."""
         tensors: dict[str, Tensor] = {}
 
-        def read() -> dict[str, Any] | None:
-            if not self.run.steps():
+        def read() -> tuple[dict[str, Any], bool] | None:
+            steps = self.run.steps()
+            if not steps:
                 return None
-            saved, state = self.run.load(self.run.steps()[-1])
+            saved, state = self.run.load(steps[-1])
             self.run.check(state.pop("config"), self.config)
             self.run.check_data(state.pop("digest", None), self.digest)
             tensors.update(saved)
-            return state
+            return state, bool(under("optimizer.", saved))
 
-        state = _first_alone(self.accelerator, read)
-        if state is None:
+        found = _first_alone(self.accelerator, read)
+        if found is None:
             return
+        state, has_moments = found  # none before the first step that a scaler did not skip
         self.batches.load_state_dict(state.pop("data"))
         scaler = state.pop("scaler", None)
         if scaler is not None and self.accelerator.scaler is not None:
@@ -459,7 +465,7 @@ class _Trainer:
         self.saved = self.state.step
         self.state_dicts.set_weights(under("model.", tensors))
         self.best = under("best.", tensors)
-        if self.state.step:
+        if has_moments:
             self.state_dicts.set_moments(under("optimizer.", tensors))
 
     def _finish(self) -> dict[str, Any]:
@@ -481,7 +487,7 @@ class _Trainer:
             "tokens_per_second": state.tokens / state.seconds,
             "peak_memory_bytes": memory,
             "processes": self.accelerator.num_processes,
-            **provenance(self.accelerator.device),
+            **self.provenance,
             "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
         if self.accelerator.is_main_process:

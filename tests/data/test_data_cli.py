@@ -7,13 +7,13 @@ from importlib.metadata import version
 
 import pytest
 
-from fastrpb import cli
+from fastrpb.__main__ import main
 from samples import write_listops, write_mnist, write_papers, write_reviews
 
 
 def fastrpb(*arguments, encoding="utf-8", **options):
     """The command in a process of its own: (exit code, stdout, stderr)."""
-    command = [sys.executable, "-c", "from fastrpb.cli import main; main()", *map(str, arguments)]
+    command = [sys.executable, "-m", "fastrpb", *map(str, arguments)]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -33,7 +33,7 @@ def run(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["fastrpb", *map(str, arguments)])
         monkeypatch.setenv("COLUMNS", "120")
         with pytest.raises(SystemExit) as done:
-            cli.main()
+            main()
         output = capsys.readouterr()
         return output.out if done.value.code == 0 else (done.value.code, output.err)
 
@@ -55,7 +55,7 @@ def test_a_terminal_without_unicode():
 
 
 def test_ended_by_a_signal_nothing_stays(tmp_path):
-    command = [sys.executable, "-c", "from fastrpb.cli import main; main()"]
+    command = [sys.executable, "-m", "fastrpb"]
     arguments = ["data", "listops", "--out", str(tmp_path / "out")]
     process = subprocess.Popen([*command, *arguments], stdout=subprocess.DEVNULL)
     partial = []
@@ -136,7 +136,7 @@ def test_a_full_disk_while_generating(tmp_path):
 
 
 def test_without_typer_the_extra_is_named():
-    code = "import sys; sys.modules['typer'] = None; import fastrpb.cli"
+    code = "import sys; sys.modules['typer'] = None; import fastrpb.__main__"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == (

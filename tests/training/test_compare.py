@@ -9,10 +9,11 @@ from dataclasses import asdict
 import pytest
 
 from apart import APART  # noqa: F401, its processes start the grid's too
-from fastrpb.compare import cells, compare, finished, grid, left_out, on_test
+from fastrpb.compare import _train_apart, cells, compare, finished, grid, left_out, on_test
+from fastrpb.data import DataError
 from fastrpb.presets import name_of
 from fastrpb.report import collect
-from fastrpb.run import Run, append_result, read_lines
+from fastrpb.run import BusyError, Run, append_result, read_lines
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -76,7 +77,8 @@ def test_a_record_from_before_a_field_existed_still_counts(small, tmp_path):
 def record(config):
     test = {"accuracy": 0.5, "f1": 0.4}
     numbers = {"seconds": 1.0, "peak_memory_bytes": 2**20, "metrics": {"test": test}}
-    made = {"device": "cpu", "versions": {"fastrpb": "0", "torch": "2"}}
+    numbers |= {"steps": 2, "tokens_per_second": 1.0}
+    made = {"device": "cpu", "versions": {"fastrpb": "0", "torch": "2"}, "revision": None}
     return {"name": "x", "config": asdict(config), **numbers, **made}
 
 
@@ -155,6 +157,9 @@ def test_a_damaged_line_is_named(tmp_path):
         {"versions": {}},
         {"name": "a/b"},
         {"seconds": None},
+        {"steps": "two"},
+        {"tokens_per_second": None},
+        {"revision": 1},
         {"config": {"model": 1}},
         {"config": {"task": "digits", "model": {}}},
     ],
@@ -188,6 +193,42 @@ def test_a_run_whose_process_said_nothing_has_no_result(small, tmp_path, monkeyp
     events = []
     compare([small()], tmp_path, cpu=True, on_event=lambda config, event: events.append(event))
     assert events == ["its process ended with code 0"]
+
+
+def busy_at_first(pipe, config, folder, *rest):
+    """As where another process has just looked whether it is; it ends when the next has begun."""
+    if config.seed or folder.exists():
+        return _train_apart(pipe, config, folder, *rest)
+    folder.mkdir()
+    pipe.send(BusyError("another process is training"))
+    for _ in range(400):
+        if (folder / "config.json").exists():
+            return None
+        time.sleep(0.05)
+    return None
+
+
+def test_a_run_that_was_busy_for_a_moment_is_trained(small, tmp_path, monkeypatch):
+    monkeypatch.setattr("fastrpb.compare._train_apart", busy_at_first)
+    configs, events = [small(steps=2, seed=seed) for seed in (0, 1)], []
+    found = compare(configs, tmp_path, jobs=2, cpu=True, on_event=lambda c, e: events.append(e))
+    assert len(found) == 2
+    assert not [event for event in events if isinstance(event, str)]
+
+
+def test_a_grid_looks_for_work_only_where_it_can_start_some(small, tmp_path, monkeypatch):
+    looks, busy = [], Run.busy
+    monkeypatch.setattr(Run, "busy", lambda run: looks.append(run) or busy(run))
+    configs = [small(steps=100, seed=seed) for seed in range(3)]
+    assert len(compare(configs, tmp_path, cpu=True)) == 3
+    assert len(looks) <= 2 * len(configs)
+
+
+def test_missing_data_are_told_once_and_no_run_is_begun(tmp_path):
+    configs = grid("mnist", ["sikf"], ["none", "fastrpb"], [0, 1], {})
+    with pytest.raises(DataError, match="nowhere"):
+        compare(configs, tmp_path / "runs", data_dir=tmp_path / "nowhere", cpu=True)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_one_config_on_two_data_has_two_lines(tmp_path):

@@ -202,6 +202,17 @@ def test_a_second_ctrl_c_ends_at_once(small, tmp_path, again, later):
     assert (Run(tmp_path / "run").steps()[-1] > 0) is not bool(at_once)
 
 
+def test_saved_before_a_scaler_let_the_optimiser_step(small, tmp_path, monkeypatch):
+    """As a scaler of fp16 skips the first steps, whose gradients overflow."""
+    config, folder = small(steps=20), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr("accelerate.optimizer.AcceleratedOptimizer.step", lambda *_: None)
+        with pytest.raises(Interruption):
+            train(config, folder, cpu=True, on_progress=stop_at(10))
+    assert Run(folder).steps()[-1] == 10
+    assert train(config, folder, cpu=True)["steps"] == 20
+
+
 def test_no_signals_in_another_thread(small, tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(
@@ -244,13 +255,11 @@ def test_a_loss_that_is_no_number_in_a_share_of_a_gpu(small, tmp_path, monkeypat
 def fill(config, folder):
     """The first saves fit, then the disk is full."""
     torch.set_num_threads(1)
-    done = []
 
     def full(progress):
         if progress.step == 20:
             size = max(p.stat().st_size for p in Path(folder, "checkpoints").iterdir())
             resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, resource.RLIM_INFINITY))
-            done.append(1)
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:

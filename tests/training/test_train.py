@@ -356,3 +356,12 @@ def test_accumulation_is_that_of_the_config(small, tmp_path, monkeypatch):
     train(small(steps=3, clip=0.1), tmp_path / "b", cpu=True)
     wanted, got = (weights(tmp_path / name) for name in "ab")
     assert all(torch.equal(got[name], x) for name, x in wanted.items())
+
+
+def test_the_revision_is_that_of_the_beginning(small, tmp_path, monkeypatch):
+    def commit(progress):
+        monkeypatch.setattr("fastrpb.run._revision", lambda: "later")
+
+    assert (
+        train(small(steps=2), tmp_path / "run", cpu=True, on_progress=commit)["revision"] != "later"
+    )

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from fastrpb import cli
+from fastrpb.__main__ import main
 from fastrpb.config import load_config, override
 from fastrpb.presets import best
 from fastrpb.run import Run, read_lines
@@ -38,7 +39,7 @@ def run(monkeypatch, capsys, tmp_path):
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["fastrpb", *map(str, arguments)])
         with pytest.raises(SystemExit) as done:
-            cli.main()
+            main()
         return done.value.code or 0, *capsys.readouterr()
 
     return call
@@ -250,7 +251,49 @@ def test_two_processes_of_slow_steps_stop_soon(tmp_path):
     time.sleep(1)
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
-    assert re.search(r"stopped at step [1-9] of 100, and saved", error), error
+    assert re.search(r"stopped at step \d of 100, and saved", error), error
+
+
+SLOW_VALIDATION = """
+import time
+import fastrpb.evaluate
+from fastrpb.__main__ import main
+
+classify, batches = fastrpb.evaluate.classify, []
+
+def slowly(model, *inputs):
+    if not model.training:
+        batches.append(1)
+        time.sleep(5 * (len(batches) > 1))  # the first is a trial
+    return classify(model, *inputs)
+
+fastrpb.evaluate.classify = slowly
+main()
+"""
+
+
+def test_two_processes_stop_within_a_validation(tmp_path):
+    """It may take longer than their launcher waits before it kills them."""
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW_VALIDATION)
+    values = ["digits", *SMALL, "--steps", 40, "--eval-every", 15, "--save-every", 100]
+    command = [sys.executable, *TWO[:-1], str(script), "train", *map(str, values)]
+    process = subprocess.Popen(
+        [*command, "--tracker", "none", "--out", "run"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    metrics = tmp_path / "run/metrics.jsonl"
+    while not metrics.exists() or '"step": 15' not in metrics.read_text():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert "stopped at step 15 of 40, and saved" in error, error
+    assert Run(tmp_path / "run").steps()[-1] == 15
 
 
 def test_what_the_first_process_refuses_all_refuse(tmp_path):

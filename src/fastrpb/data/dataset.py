@@ -189,7 +189,8 @@ def stratified(labels: Tensor, fractions: Sequence[float]) -> list[Tensor]:
     ([0, 1], 18)
     """
     generator = random.Random(0)
-    shuffled = torch.tensor([generator.random() for _ in labels], dtype=torch.float64).argsort()
+    numbers = [generator.random() for _ in range(len(labels))]
+    shuffled = torch.tensor(numbers, dtype=torch.float64).argsort()
     parts: list[list[Tensor]] = [[] for _ in range(len(fractions) + 1)]
     for label in labels.unique():
         rows = shuffled[labels[shuffled] == label]
