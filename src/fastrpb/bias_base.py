@@ -1,7 +1,6 @@
 """What the biases over sequences and over images share: the learned w, its prefix and mask."""
 
 from abc import ABC, abstractmethod
-from math import inf
 from typing import Any
 
 import torch
@@ -48,8 +47,8 @@ class Bias(nn.Module, ABC):
         check_number("threshold", threshold)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout={dropout} must be from 0 to below 1")
-        if not 0 <= threshold < inf:
-            raise ValueError(f"threshold={threshold} must be a number of at least 0")
+        if not 0 <= threshold <= 1e9:
+            raise ValueError(f"threshold={threshold} must be from 0 to 1e9")
         self.num_heads = num_heads
         self.prefix = prefix
         self.init = init

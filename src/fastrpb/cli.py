@@ -111,7 +111,7 @@ def data(
     out: Annotated[
         Path | None, typer.Option(help="listops: generate the files into this folder.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="listops: seed of the generator.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="listops: seed of the generator.")] = None,
     sizes: Annotated[
         tuple[int, int, int] | None,
         typer.Option(help="listops: train, validation, test. Default: Long Range Arena's."),
@@ -132,8 +132,10 @@ def data(
             raise DataError("--out writes the files and --data-dir reads them; give one of the two")
         from fastrpb.data.listops import SIZES, generate
 
-        generate(out, seed, sizes or SIZES)
+        generate(out, seed or 0, sizes or SIZES)
         data_dir = out
+    elif seed is not None or sizes is not None:
+        raise DataError("--seed and --sizes are of listops that is generated; give --out too")
     show_dataset(load(task, data_dir, max_length=max_length), samples)
 
 
@@ -186,9 +188,10 @@ def train(
         run = Run(out or Path("runs", name_of(resolved)))
         if run.exists():  # looked at by all, before any of them can have made it
             raise ValueError(
-                f"{run.folder} has a run already; go on with: fastrpb train --resume {run.folder}, "
-                "or choose another folder by --out"
+                f"{run.folder} has a run already; go on with: {run.resume_command}, or choose "
+                "another folder by --out"
             )
+    given = trackers or []
     if trackers is None:
         trackers = [name for name in TRACKERS[:1] if find_spec(name)]
     try:
@@ -202,9 +205,9 @@ def train(
                 on_progress=functools.partial(display.progress, run.folder.name),
             )
     except Interruption as interruption:
-        again = ["fastrpb", "train", "--resume", str(run.folder)]
-        again += ["--data-dir", str(data_dir)] if data_dir else []
-        complain(f"{interruption}; go on with: {shlex.join([*again, *['--cpu'] * cpu])}")
+        options = ["--data-dir", str(data_dir)] if data_dir else []
+        options += [word for name in given for word in ("--tracker", name)] + ["--cpu"] * cpu
+        complain(f"{interruption}; go on with: {shlex.join([*run.resume_words, *options])}")
         sys.exit(128 + interruption.number)
     if _is_main():
         print(f"{run.folder}: {outcome_in_words(record)}")

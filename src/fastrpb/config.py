@@ -227,7 +227,7 @@ def from_json(content: str, where: object) -> RunConfig:
         if isinstance(model.get("image"), list):
             model["image"] = tuple(model["image"])
         return RunConfig(model=ModelConfig(**model), **values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not the config of a run: {error}") from None
 
 

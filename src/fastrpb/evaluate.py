@@ -106,9 +106,7 @@ def load_run(folder: str | Path) -> tuple[RunConfig, nn.Module]:
         if run.model_file.exists():
             return config, trained(run, config)
         if not steps:
-            raise ValueError(
-                f"{folder} has no weights; train with: fastrpb train --resume {folder}"
-            )
+            raise ValueError(f"{folder} has no weights; train with: {run.resume_command}")
         tensors, state = run.load(steps[-1])
         run.check(state["config"], config)
         model = build(config)
@@ -240,7 +238,8 @@ def clear_errors(config: RunConfig, accelerator: Accelerator) -> Iterator[None]:
                 f"torch.compile cannot compile the model here: {reason}; remove the run's folder "
                 "and begin again with --no-compile"
             ) from error
-        if not isinstance(error, torch.OutOfMemoryError) and "alloc" not in str(error):
+        too_large = any(word in str(error) for word in ("alloc", "overflow"))
+        if not isinstance(error, torch.OutOfMemoryError) and not too_large:
             raise
         raise ValueError(
             f"{accelerator.device} has too little memory for this model at batch_size="

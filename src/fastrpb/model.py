@@ -357,11 +357,9 @@ def _attend(config: ModelConfig) -> nn.Module:
 
 def _phi(config: ModelConfig) -> Phi:
     if config.features == "favor":
-        spe = config.position in ("sinespe", "convspe")
-        dim = config.realizations if spe else config.width // config.heads
         # Features of their own for every layer, by torch's seed as all initial weights.
         seed = int(torch.randint(2**31, (), device="cpu"))
-        return FavorPlus(dim, config.num_features, seed=seed)
+        return FavorPlus(config.head_dim, config.num_features, seed=seed)
     if config.features == "dpfp":
         return DPFP(config.nu)
     return {"sikf": sikf, "elu1": elu1, "relu": relu}[config.features]

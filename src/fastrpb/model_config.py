@@ -1,7 +1,6 @@
 """What a model is made of, in words and sizes: `ModelConfig`."""
 
 from dataclasses import dataclass
-from math import inf
 from typing import Annotated, Literal, get_args
 
 from fastrpb.bias2d import Kind
@@ -104,6 +103,8 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
         for name in _SIZES:
             if name not in _BY_DEFAULT or getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
+                if getattr(self, name) >= 2**31:
+                    raise ValueError(f"{name}={getattr(self, name)} must be below 2³¹")
         for name in _FLAGS:
             check_flag(name, getattr(self, name))
         for name in ("dropout", "attention_dropout", "bias_dropout"):
@@ -124,6 +125,10 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
                 "attention never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or "
                 "attention='softmax'"
             )
+        if self.features == "dpfp" and self.attention == "linear" and self.nu >= 2 * self.head_dim:
+            raise ValueError(
+                f"nu={self.nu} must be below 2·{self.head_dim}, the channels of a head"
+            )
         self._check_bias()
 
     def _check_bias(self) -> None:
@@ -131,8 +136,8 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
             check_number(name, getattr(self, name))
         if not 1 <= self.bias_reach <= 1e9:
             raise ValueError(f"bias_reach={self.bias_reach} must be from 1 to 1e9 tokens")
-        if not 0 <= self.bias_threshold < inf:
-            raise ValueError(f"bias_threshold={self.bias_threshold} must be from 0 to below inf")
+        if not 0 <= self.bias_threshold <= 1e9:
+            raise ValueError(f"bias_threshold={self.bias_threshold} must be from 0 to 1e9")
         if self.position == "fastrpb2d":
             self._check_image()
         if self.bias_symmetric and self.causal and self.position == "fastrpb":
@@ -142,12 +147,13 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
             )
 
     def _check_image(self) -> None:
-        if not isinstance(self.image, tuple) or len(self.image) != 2 or min(self.image) < 1:
+        image = self.image
+        whole = isinstance(image, tuple) and all(isinstance(x, int) and x > 0 for x in image)
+        if not isinstance(image, tuple) or not whole or len(image) != 2:
             raise ValueError(
-                "position='fastrpb2d' is for images: it needs image=(height, width), got "
-                f"{self.image!r}"
+                f"position='fastrpb2d' is for images: it needs image=(height, width), got {image!r}"
             )
-        height, width = self.image
+        height, width = image
         if height * width != self.max_length:
             raise ValueError(
                 f"an image of {height}×{width} has {height * width} pixels, "
@@ -160,6 +166,12 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
     def width(self) -> int:
         """Channels of q, k and v, all heads together."""
         return self.dim if self.qkv_dim is None else self.qkv_dim
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a query and a key as features see them: SPE gives others."""
+        spe = self.position in ("sinespe", "convspe")
+        return self.realizations if spe else self.width // self.heads
 
     @property
     def num_filters(self) -> int:

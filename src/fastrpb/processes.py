@@ -43,13 +43,22 @@ def fresh_processes(module: str) -> ForkServerContext:
 
 def start(process: BaseProcess) -> None:
     """Start a process of these; a terminal's Ctrl-C is neither for it nor for what starts it."""
-    if threading.current_thread() is threading.main_thread():
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which what starts now inherits
-        try:
-            ensure_running()
-        finally:
-            signal.signal(signal.SIGINT, before)
+    with ctrl_c_ignored():
+        ensure_running()
     process.start()
+
+
+@contextmanager
+def ctrl_c_ignored() -> Iterator[None]:
+    """What is started meanwhile inherits that: a terminal sends its Ctrl-C to all processes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread gets signals
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def ends() -> list[int]:

@@ -360,7 +360,7 @@ def _bench_curves(path: Path) -> tuple[dict[str, dict[int, tuple[float, float]]]
         machine = content["machine"]
         device = machine.get("gpu") or machine["cpu"]
         words = f"{device}, torch {machine['torch']}, {machine['date']}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         curves, words = {}, ""
     if not curves:
         raise ValueError(f"{path} is no file of `fastrpb bench model`")

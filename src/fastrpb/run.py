@@ -15,6 +15,7 @@ import math
 import os
 import platform
 import resource
+import shlex
 import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -144,13 +145,23 @@ class Run:
             )
         return record
 
+    @property
+    def resume_words(self) -> list[str]:
+        """The command that goes on with it."""
+        return ["fastrpb", "train", "--resume", str(self.folder)]
+
+    @property
+    def resume_command(self) -> str:
+        return shlex.join(self.resume_words)
+
     def model(self) -> nn.Module:
         """The trained model."""
         try:
             return load_model(self.model_file)
         except ValueError as error:
-            again = f"fastrpb train --resume {self.folder}"
-            raise ValueError(f"{error}; remove it and train it again: {again}") from None
+            raise ValueError(
+                f"{error}; remove it and train it again: {self.resume_command}"
+            ) from None
 
     def finish(self, record: dict[str, Any]) -> None:
         """Add the record to the results and mark the run as finished; no harm if it was done."""
@@ -240,7 +251,7 @@ def json_object(line: str | bytes) -> dict[str, Any] | None:
     """What a line of JSON holds; None where that is not an object."""
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

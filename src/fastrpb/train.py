@@ -220,7 +220,11 @@ class _Trainer:
             torch.cuda.reset_peak_memory_stats()
         # A validation at the saved step comes again, and is then there twice.
         purge = {"tensorboard": {"purge_step": self.state.step + 1}}
-        self.accelerator.init_trackers("fastrpb", init_kwargs=purge)
+        try:
+            self.accelerator.init_trackers("fastrpb", init_kwargs=purge)
+        except BaseException:
+            self.accelerator.trackers = []  # to end one that has not begun would hide why
+            raise
         if not self.replays:
             return self._run(self._compute)
         with own_stream(self.accelerator.device):

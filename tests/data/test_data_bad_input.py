@@ -5,6 +5,7 @@ import io
 import struct
 import tarfile
 import zlib
+from decimal import Decimal
 from functools import partial
 
 import pytest
@@ -149,6 +150,12 @@ def test_labels_out_of_range_in_parquet(tmp_path, label):
     write_reviews(tmp_path)
     write_parquet(tmp_path / "test.parquet", text=["a", "b"], label=[0, label])
     refused("text", tmp_path, f"test.parquet: row 1 has the label {label}, but labels are 0 to 1")
+
+
+def test_labels_that_are_decimals(tmp_path):
+    write_reviews(tmp_path)
+    write_parquet(tmp_path / "test.parquet", text=["a"], label=[Decimal(1)])
+    refused("text", tmp_path, "test.parquet: row 0 has the label Decimal.'1'., but labels are 0 to 1")
 
 
 def test_text_that_is_no_text(tmp_path):
@@ -330,6 +337,8 @@ def test_pairs_that_name_no_document(tmp_path):
     refused("retrieval", tmp_path, "test.parquet: row 0 names 'Z', which docs.parquet lacks")
     write_parquet(tmp_path / "docs.parquet", id=["A", "B", "A"], text=["one", "two", "three"])
     refused("retrieval", tmp_path, "docs.parquet: 1 of the ids appear more than once")
+    write_parquet(tmp_path / "docs.parquet", id=[["A"], ["B"]], text=["one", "two"])
+    refused("retrieval", tmp_path, r"docs.parquet: the id \['A'\] is no text or number")
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,20 @@ def test_impossible_requests(tmp_path, options, reason):
         generate(tmp_path, **options)
 
 
+def test_of_two_at_once_the_first_is_kept_whole(tmp_path, monkeypatch):
+    claim = listops._claim
+
+    def meanwhile(out):
+        monkeypatch.setattr(listops, "_claim", claim)
+        generate(tmp_path, seed=0, sizes=(20, 5, 5), workers=1)
+        claim(out)
+
+    monkeypatch.setattr(listops, "_claim", meanwhile)
+    with pytest.raises(DataError, match=r"has basic_train.tsv, .* already"):
+        generate(tmp_path, seed=1, sizes=(30, 5, 5), workers=1)
+    assert len((tmp_path / "basic_train.tsv").read_text().splitlines()) == 21
+
+
 def test_files_that_would_not_be_read(tmp_path):
     generate(tmp_path / "listops", sizes=(20, 5, 5), workers=1)
     with pytest.raises(DataError, match="has files in listops already, which would be read"):

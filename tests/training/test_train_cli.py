@@ -110,6 +110,11 @@ def test_train_evaluate_resume_and_config(run, tmp_path):
         (["train", "--config", "none.json", "--best"], "leave --config out"),
         (["train", "--resume", "nowhere", "--best"], "leave --config, --best and --out out"),
         (["train", "digits", "--tracker", "wandb"], "needs the package wandb"),
+        (["train", "digits", "--dim", 10**20], f"dim={10**20} must be below 2³¹"),
+        (["train", "digits", "--dim", 2**30, "--cpu"], "too little memory for this model"),
+        (["train", "digits", "--bias-threshold", "1e308"], "must be from 0 to 1e9"),
+        (["train", "digits", "--features", "dpfp", "--nu", "99"], "nu=99 must be below 2·16"),
+        (["data", "digits", "--seed", "7"], "--seed and --sizes are of listops"),
         (["evaluate", "nowhere"], "there is no folder nowhere"),
         (["predict", "nowhere", "x"], "there is no folder nowhere"),
         (["predict", "mnist", "-"], "mnist takes the path of an image; - reads texts only"),
@@ -130,6 +135,31 @@ def test_bad_input_is_one_sentence(run, tmp_path, arguments, message):
     assert message in " ".join(error.split())
     assert "Traceback" not in error
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_config_nested_too_deep(run, tmp_path):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    for command in (["train", "--config"], ["report"], ["report", "--bench"]):
+        code, _, error = run(*command, "deep.json")
+        assert code == 2
+        assert "Traceback" not in error
+
+
+def test_a_tracker_that_cannot_begin_says_why(run, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/tensorboard").touch()
+    code, _, error = run("train", "digits", *SMALL, "--steps", 2, "--out", "run")
+    assert code == 2
+    assert "tensorboard" in error
+
+
+def test_the_command_that_goes_on_can_be_pasted(run, tmp_path):
+    name = "Läufe und mehr/mein Lauf"
+    for _ in range(2):
+        code, _, error = run("train", "digits", *SMALL, "--steps", 1, "--out", name)
+    assert code == 2
+    command = error.split("go on with: ")[1].split(", or choose")[0]
+    assert shlex.split(command) == ["fastrpb", "train", "--resume", name]
 
 
 def test_folders_that_are_files_or_read_only(run, tmp_path):

@@ -5,6 +5,7 @@ import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 
 import torch
@@ -204,7 +205,7 @@ def check_labels(labels: Sequence[float], classes: int, path: Path) -> None:
     if not labels:
         raise DataError(f"{path} has no examples")
     for row, label in enumerate(labels):
-        if label not in range(classes):
+        if not isinstance(label, Real) or label not in range(classes):
             raise DataError(
-                f"{path}: row {row} has the label {label}, but labels are 0 to {classes - 1}"
+                f"{path}: row {row} has the label {label!r}, but labels are 0 to {classes - 1}"
             )

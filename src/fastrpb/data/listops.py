@@ -27,6 +27,7 @@ from torch import Tensor
 from fastrpb.data.cache import Files, staging
 from fastrpb.data.dataset import DataError, Split, Task, check_labels, corpus
 from fastrpb.data.sources import Layout, Source, quote
+from fastrpb.processes import ctrl_c_ignored
 
 # The place of a word is its token; 0 is the padding.
 WORDS = ("", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
@@ -131,10 +132,7 @@ def generate(
         raise DataError(f"sizes={tuple(sizes)} must be three numbers of at least 1")
     if not 0 <= seed < 2**32:
         raise DataError(f"seed={seed} must be from 0 to {2**32 - 1}")
-    there = [name for name in FILES.values() if (out / name).exists()]
-    if there:
-        names = ", ".join(there)
-        raise DataError(f"{out} has {names} already; remove them or choose another folder by --out")
+    _refuse_existing(out)
     for inside in FOLDERS:
         if any((out / inside / name).exists() for name in FILES.values()):
             raise DataError(
@@ -150,8 +148,23 @@ def generate(
             with (temporary / name).open("wb") as file:
                 file.write(_HEADER + b"\n")
                 file.writelines(islice(lines, size))
+        _claim(out)
         for name in FILES.values():
             os.replace(temporary / name, out / name)
+
+
+def _claim(out: Path) -> None:
+    """Of several processes that generate into one folder, the first alone moves its files there."""
+    try:
+        (out / FILES["train"]).touch(exist_ok=False)
+    except FileExistsError:
+        _refuse_existing(out)
+
+
+def _refuse_existing(out: Path) -> None:
+    there = ", ".join(name for name in FILES.values() if (out / name).exists())
+    if there:
+        raise DataError(f"{out} has {there} already; remove them or choose another folder by --out")
 
 
 @contextmanager
@@ -164,7 +177,8 @@ def _in_order(
         return
     # Spawned: a forked process would inherit the threads of torch in an unknown state.
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-    pending = deque(pool.submit(function, i) for i in range(2 * workers))
+    with ctrl_c_ignored():
+        pending = deque(pool.submit(function, i) for i in range(2 * workers))
 
     def results() -> Iterator[list[bytes]]:
         for i in count(len(pending)):

@@ -4,7 +4,7 @@ Tokens as in `text`; an example is two documents, which the paper cuts at 4000 b
 document is held once, however many pairs use it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ def _from_parquet(files: Files) -> dict[str, Split]:
     (path,) = files["documents"]
     table = read_parquet(path, ["id", "text"])
     documents = [check_text(paper, f"{path}, row {i}") for i, paper in enumerate(table["text"])]
+    _check_ids(table["id"], path)
     number = {name: i for i, name in enumerate(table["id"])}
     if len(number) != len(documents):
         raise DataError(f"{path}: {len(documents) - len(number)} of the ids appear more than once")
@@ -35,6 +36,7 @@ def _from_parquet(files: Files) -> dict[str, Split]:
         (path,) = files[split]
         table = read_parquet(path, ["label", "id1", "id2"])
         check_labels(table["label"], len(TASK.classes), path)
+        _check_ids(table["id1"] + table["id2"], path)
         for row, names in enumerate(zip(table["id1"], table["id2"], strict=True)):
             for name in names:
                 if name not in number:
@@ -46,6 +48,12 @@ def _from_parquet(files: Files) -> dict[str, Split]:
             table["label"],
         )
     return _splits(documents, pairs)
+
+
+def _check_ids(names: list, path: Path) -> None:
+    for name in names:
+        if not isinstance(name, Hashable):
+            raise DataError(f"{path}: the id {quote(name)} is no text or number")
 
 
 def _from_tsv(files: Files) -> dict[str, Split]:
