@@ -155,7 +155,7 @@ def test_labels_out_of_range_in_parquet(tmp_path, label):
 def test_labels_that_are_decimals(tmp_path):
     write_reviews(tmp_path)
     write_parquet(tmp_path / "test.parquet", text=["a"], label=[Decimal(1)])
-    refused("text", tmp_path, "test.parquet: row 0 has the label Decimal.'1'., but labels are 0 to 1")
+    refused("text", tmp_path, "row 0 has the label Decimal.'1'., but labels are 0 to 1")
 
 
 def test_text_that_is_no_text(tmp_path):
