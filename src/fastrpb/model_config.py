@@ -148,12 +148,12 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
 
     def _check_image(self) -> None:
         image = self.image
-        whole = isinstance(image, tuple) and all(isinstance(x, int) and x > 0 for x in image)
-        if not isinstance(image, tuple) or not whole or len(image) != 2:
+        sizes = image if isinstance(image, tuple) else ()
+        if len(sizes) != 2 or not all(isinstance(x, int) and x > 0 for x in sizes):
             raise ValueError(
                 f"position='fastrpb2d' is for images: it needs image=(height, width), got {image!r}"
             )
-        height, width = image
+        height, width = sizes
         if height * width != self.max_length:
             raise ValueError(
                 f"an image of {height}×{width} has {height * width} pixels, "
