@@ -207,7 +207,8 @@ def train(
     except Interruption as interruption:
         options = ["--data-dir", str(data_dir)] if data_dir else []
         options += [word for name in given for word in ("--tracker", name)] + ["--cpu"] * cpu
-        complain(f"{interruption}; go on with: {shlex.join([*run.resume_words, *options])}")
+        again = f"{run.resume_command} {shlex.join(options)}".rstrip()
+        complain(f"{interruption}; go on with: {again}")
         sys.exit(128 + interruption.number)
     if _is_main():
         print(f"{run.folder}: {outcome_in_words(record)}")

@@ -238,7 +238,7 @@ def clear_errors(config: RunConfig, accelerator: Accelerator) -> Iterator[None]:
                 f"torch.compile cannot compile the model here: {reason}; remove the run's folder "
                 "and begin again with --no-compile"
             ) from error
-        too_large = any(word in str(error) for word in ("alloc", "overflow"))
+        too_large = any(word in str(error) for word in ("alloc", "size calculation overflow"))
         if not isinstance(error, torch.OutOfMemoryError) and not too_large:
             raise
         raise ValueError(

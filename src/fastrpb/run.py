@@ -146,13 +146,9 @@ class Run:
         return record
 
     @property
-    def resume_words(self) -> list[str]:
-        """The command that goes on with it."""
-        return ["fastrpb", "train", "--resume", str(self.folder)]
-
-    @property
     def resume_command(self) -> str:
-        return shlex.join(self.resume_words)
+        """What goes on with it, to be pasted into a shell."""
+        return shlex.join(["fastrpb", "train", "--resume", str(self.folder)])
 
     def model(self) -> nn.Module:
         """The trained model."""
