@@ -509,12 +509,12 @@ class _Stop(Exception):  # noqa: N818
 
 
 def _compile(model: Any, config: RunConfig) -> None:
-    """One block serves every layer: as a whole, the model would take several times as long.
-
-    Images have one shape, other lengths vary.
-    """
+    """Images have one shape. Other lengths vary: one block serves all of them, and every layer."""
+    if config.model.image:
+        model.compile()
+        return
     for block in model.encoder.blocks:
-        block.compile(dynamic=not config.model.image)
+        block.compile(dynamic=True)
 
 
 def _groups(model: nn.Module) -> list[list[str]]:

@@ -145,22 +145,20 @@ def test_compiled_it_learns_the_same(small, tmp_path):
     counters.clear()
     config = small(steps=3, dropout=0.0, compile=True)
     compiled = train(config, tmp_path / "compiled", cpu=True)
-    # For training alone: of a block, and of the last, which is for CLS alone.
-    assert counters["stats"]["unique_graphs"] == 2
+    assert counters["stats"]["unique_graphs"] == 1  # for training alone
     test = [record["metrics"]["test"]["loss"] for record in (plain, compiled)]
     assert test[0] == pytest.approx(test[1], rel=1e-4)
 
 
 def test_what_is_compiled(monkeypatch):
-    """Blocks, which all layers share; and all lengths, where they vary."""
+    """Images as a whole; else blocks, which all lengths share."""
     calls = []
     compiled = lambda module, **options: calls.append((type(module).__name__, options))  # noqa: E731
     monkeypatch.setattr(torch.nn.Module, "compile", compiled)
     for task in ("mnist", "retrieval"):
         config = override(preset(task), {"layers": 2, "dim": 8, "heads": 1})
         _compile(build(config), config)
-    images, texts = ("Block", {"dynamic": False}), ("Block", {"dynamic": True})
-    assert calls == [images] * 2 + [texts] * 2
+    assert calls == [("Classifier", {}), *[("Block", {"dynamic": True})] * 2]
 
 
 def test_without_a_compiler(small, tmp_path, monkeypatch):
