@@ -40,6 +40,7 @@ TOOLS = [
     "progress",
     "replay",
     "state_dicts",
+    "step",
     "train",
     "compare",
     "sweep",

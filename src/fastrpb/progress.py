@@ -35,13 +35,13 @@ class Window:
     """Loss and accuracy of the steps since the last report, still on the device."""
 
     def __init__(self) -> None:
-        self.sums: dict[int, Tensor] = {}
+        self.means: dict[int, Tensor] = {}
         self.tokens = 0
         self.start = 0.0
 
     def begin(self) -> None:
-        if not self.sums:
+        if not self.means:
             self.start = time.perf_counter()
 
     def add(self, step: int, values: Tensor) -> None:
-        self.sums[step] = self.sums.get(step, 0) + values
+        self.means[step] = values

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from importlib.util import find_spec
@@ -23,26 +23,20 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration, broadcast_object_list
 from safetensors import SafetensorError
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 
-from fastrpb.bias import FastRPB
-from fastrpb.bias2d import FastRPB2d
 from fastrpb.checks import nearest
 from fastrpb.config import RunConfig
 from fastrpb.data import Batch, Batches, Dataset, Split
 from fastrpb.evaluate import (
     Metrics,
     build,
-    classify,
     clear_errors,
     evaluate,
     evaluation_batch,
     load_data,
     make_accelerator,
     own_random_numbers,
-    seed_from,
-    to_device,
     trained,
     under,
 )
@@ -50,14 +44,12 @@ from fastrpb.model import save_model
 from fastrpb.presets import name_of
 from fastrpb.processes import caught_signals
 from fastrpb.progress import Progress, State, Window
-from fastrpb.replay import Replayed, own_stream
 from fastrpb.run import Run, peak_memory, provenance
-from fastrpb.state_dicts import StateDicts
+from fastrpb.step import Stepper
 
 _T = TypeVar("_T")
 TRACKERS = ("tensorboard", "wandb")
 _LENGTHS = 64  # compiled batches have a multiple of so many tokens: few shapes to record
-_FEW = 0.01  # of the sequences padded: most compiled batches then do without masks
 _SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"  # of the GPU, which several processes then share
 _REPORT_EVERY = 10  # steps; the loss is read only then, so that a GPU need not wait at each step
 
@@ -178,32 +170,10 @@ class _Trainer:
         self.data, self.digest = data, data.digest()
         self.provenance = provenance(accelerator.device)  # now: the source may change meanwhile
         self.batches = self._train_batches()
-        self.masked = config.compile and data.train.padded > _FEW  # for one program, not two
         self.steps = config.steps or (config.epochs or 0) * len(self.batches)
         self.eval_every = config.eval_every or len(self.batches)
-        seed_from("weights", config.seed)
-        model = build(config)
-        self.parameters = sum(p.numel() for p in model.parameters())
-        if config.compile:
-            _compile(model, config)
-        groups = _groups(model)
-        named = dict(model.named_parameters())
-        decay = config.weight_decay if config.bias_decay is None else config.bias_decay
-        settings = ({"weight_decay": config.weight_decay}, {"weight_decay": decay})
-        optimizer = torch.optim.AdamW(
-            [
-                {"params": [named[name] for name in names], **of_group}
-                for names, of_group in zip(groups, settings, strict=False)
-            ],
-            betas=(0.9, config.beta2),
-            eps=config.eps,
-            fused=accelerator.device.type in ("cpu", "cuda"),
-        )
-        self.model, self.optimizer = accelerator.prepare(model, optimizer)
-        self.state_dicts = StateDicts(self.model, self.optimizer, groups, accelerator.num_processes)
-        # Not where processes exchange gradients during a pass, or blocks are computed again.
-        usual = accelerator.num_processes == 1 and not config.model.checkpoint
-        self.replays = config.compile and usual and accelerator.device.type == "cuda"
+        self.stepper = Stepper(config, accelerator, data.train)
+        self.state_dicts = self.stepper.state_dicts
         self.state = self.began = State()
         self.best: dict[str, Tensor] = {}  # weights of the best validation, where they are kept
         self.saved: int | None = None
@@ -225,12 +195,10 @@ class _Trainer:
         except BaseException:
             self.accelerator.trackers = []  # to end one that has not begun would hide why
             raise
-        if not self.replays:
-            return self._run(self._compute)
-        with own_stream(self.accelerator.device):
-            return self._run(Replayed(self._compute))
+        with self.stepper.ready():
+            return self._run()
 
-    def _run(self, compute: Callable[..., Tensor]) -> dict[str, Any]:
+    def _run(self) -> dict[str, Any]:
         stream = itertools.chain.from_iterable(itertools.repeat(self.batches))
         try:
             while True:
@@ -242,7 +210,7 @@ class _Trainer:
                     self._validate()
                 if self.state.step == self.steps:
                     return self._finish()
-                self._train_step(next(stream), compute)
+                self._train_step(next(stream))
                 if self._due(_REPORT_EVERY):
                     self._report()
                 if self._alone or self.slow or self._due(_REPORT_EVERY):
@@ -279,51 +247,29 @@ class _Trainer:
             world_size=processes,
         )
 
-    def _train_step(self, batch: Batch, compute: Callable[..., Tensor]) -> None:
-        config, state = self.config, self.state
-        seed_from("step", config.seed, state.step, self.accelerator.process_index)
-        rate = config.learning_rate_at(state.step + 1, self.steps)
-        factors = (1.0, config.bias_rate)
-        for group, factor in zip(self.optimizer.param_groups, factors, strict=False):
-            group["lr"] = rate * factor
-        self.window.begin()
-        chunks = (x.chunk(config.accumulate) for x in batch)
-        parts = [Batch(*part) for part in zip(*chunks, strict=True)]
-        for part in parts:
-            # The processes share their gradients once, after the last part.
-            last = part is parts[-1]
-            with nullcontext() if last else self.accelerator.no_sync(self.model):
-                values = compute(*to_device(part, self.accelerator.device, self.masked))
-            self.window.add(state.step, values / len(batch.labels))
-        if config.clip is not None:
-            self.accelerator.clip_grad_norm_(self.model.parameters(), config.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not self.replays)  # a recording knows where they are
-        self.window.tokens += int(batch.mask.sum())
+    def _train_step(self, batch: Batch) -> None:
+        state, window = self.state, self.window
+        window.begin()
+        rate = self.config.learning_rate_at(state.step + 1, self.steps)
+        window.add(state.step, self.stepper.take(state.step, batch, rate))
+        window.tokens += int(batch.mask.sum())
         state.step += 1
-
-    def _compute(self, labels: Tensor, *inputs: Tensor) -> Tensor:
-        """Add the gradients of a part of a batch; the sums of its losses and of its hits."""
-        logits = classify(self.model, *inputs)
-        loss = cross_entropy(logits, labels, reduction="sum")
-        self.accelerator.backward(loss / (len(labels) * self.config.accumulate))
-        return torch.stack([loss.detach(), (logits.argmax(-1) == labels).sum()])
 
     def _report(self) -> None:
         """Read the loss of the last steps, check it, show and log it."""
-        if not self.window.sums:
+        if not self.window.means:
             return
         state, window = self.state, self.window
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize()  # the CPU runs ahead of steps however slow
         others = torch.tensor([float(window.tokens), time.perf_counter() - window.start])
-        rows = torch.stack([*window.sums.values(), others.to(self.accelerator.device)])
+        rows = torch.stack([*window.means.values(), others.to(self.accelerator.device)])
         rows: Any = self.accelerator.reduce(rows, reduction="sum")
         *rows, (tokens, waited) = rows.tolist()
         rows = torch.tensor(rows) / self.accelerator.num_processes
         self.slow = waited > len(rows) * self.accelerator.num_processes
         seconds = time.perf_counter() - window.start
-        for step, (loss, _) in zip(window.sums, rows.tolist(), strict=True):
+        for step, (loss, _) in zip(window.means, rows.tolist(), strict=True):
             if not math.isfinite(loss):
                 self._diverged(f"the loss is {loss} at step {step + 1}")
         loss, accuracy = rows.mean(0).tolist()
@@ -334,7 +280,7 @@ class _Trainer:
         # By this process's own speed: what went before may have run on another machine.
         here = (state.seconds - self.began.seconds) / (state.step - self.began.step)
         left = here * (self.steps - state.step)
-        rate = self.optimizer.param_groups[0]["lr"]
+        rate = self.config.learning_rate_at(state.step, self.steps)
         self._log({"loss": loss, "accuracy": accuracy, "learning_rate": rate, "tokens/s": speed})
         if self.accelerator.is_main_process:
             self._show(Progress(state.step, self.steps, loss, accuracy, speed, left))
@@ -384,7 +330,7 @@ class _Trainer:
         # To compile for batches of evaluation too, and for the last, takes longer than it saves.
         with torch.compiler.set_stance("force_eager"):
             metrics = evaluate(
-                self.model, split, self.config, self.accelerator, self._stop_if_asked
+                self.stepper.model, split, self.config, self.accelerator, self._stop_if_asked
             )
         if not math.isfinite(metrics.loss):
             self._diverged(f"the loss of an evaluation is {metrics.loss} at step {self.state.step}")
@@ -486,7 +432,7 @@ class _Trainer:
             "metrics": {"validation": state.validation, "test": test._asdict()},
             "steps": self.steps,
             "weights_of_step": state.kept,
-            "parameters": self.parameters,
+            "parameters": self.stepper.parameters,
             "seconds": state.seconds,
             "tokens_per_second": state.tokens / state.seconds,
             "peak_memory_bytes": memory,
@@ -506,23 +452,6 @@ class _Trainer:
 class _Stop(Exception):  # noqa: N818
     def __init__(self, number: int):
         self.number = number
-
-
-def _compile(model: Any, config: RunConfig) -> None:
-    """Images have one shape. Other lengths vary: one block serves all of them, and every layer."""
-    if config.model.image:
-        model.compile()
-        return
-    for block in model.encoder.blocks:
-        block.compile(dynamic=True)
-
-
-def _groups(model: nn.Module) -> list[list[str]]:
-    """Names of the parameters: w of the biases last, in a group of its own if there are any."""
-    biases = (FastRPB, FastRPB2d)
-    own = {f"{name}.w" for name, part in model.named_modules() if isinstance(part, biases)}
-    rest = [name for name, _ in model.named_parameters() if name not in own]
-    return [rest, sorted(own)] if own else [rest]
 
 
 def _check_trackers(names: Sequence[str]) -> None:

@@ -135,7 +135,7 @@ def test_a_signal_that_also_ends_the_compiler(small, tmp_path, monkeypatch):
         raise InductorError(RuntimeError("C++ compile error"), None)
 
     with monkeypatch.context() as patch:
-        patch.setattr("fastrpb.train.classify", compile_here)
+        patch.setattr("fastrpb.step.classify", compile_here)
         with pytest.raises(Interruption, match="stopped at step 4 of 9, and saved"):
             train(config, folder, cpu=True)
     train(config, folder, cpu=True)

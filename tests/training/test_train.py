@@ -23,7 +23,8 @@ from fastrpb.evaluate import (
     to_device,
 )
 from fastrpb.presets import preset
-from fastrpb.train import Interruption, _compile, train
+from fastrpb.step import _compile
+from fastrpb.train import Interruption, train
 from runs import PAIRS_OF_PAPERS, stop_at, weights
 from samples import write_papers, write_reviews
 
@@ -165,7 +166,7 @@ def test_without_a_compiler(small, tmp_path, monkeypatch):
     def compile_here(*_, **__):
         raise InductorError(FileNotFoundError("no compiler"), None)
 
-    monkeypatch.setattr("fastrpb.train.classify", compile_here)
+    monkeypatch.setattr("fastrpb.step.classify", compile_here)
     words = (
         "here: FileNotFoundError: no compiler; remove the run's folder and begin again with --no-"
     )
@@ -299,7 +300,7 @@ def test_pairs_of_documents(tmp_path, monkeypatch):
         shapes.append(tokens.shape)
         return classify(model, tokens, mask)
 
-    monkeypatch.setattr("fastrpb.train.classify", noted)
+    monkeypatch.setattr("fastrpb.step.classify", noted)
     monkeypatch.setattr("fastrpb.train._LENGTHS", 4)
     config = override(config, {"compile": True})
     train(config, tmp_path / "few", data_dir=tmp_path / "aan", cpu=True)
@@ -318,9 +319,9 @@ def test_one_compiled_program_or_one_without_masks_as_well(tmp_path, monkeypatch
         padded.append(tokens.eq(255).any().item())
         return classify(model, tokens, mask)
 
-    monkeypatch.setattr("fastrpb.train.classify", noted)
-    monkeypatch.setattr("fastrpb.train._FEW", few)
-    monkeypatch.setattr("fastrpb.train._compile", lambda *_: None)
+    monkeypatch.setattr("fastrpb.step.classify", noted)
+    monkeypatch.setattr("fastrpb.step._FEW", few)
+    monkeypatch.setattr("fastrpb.step._compile", lambda *_: None)
     config = override(preset("text"), {**PAIRS_OF_PAPERS, "steps": 12, "compile": True})
     train(config, tmp_path / "run", data_dir=tmp_path / "imdb", cpu=True)
     assert len(set(padded)) == 2
@@ -343,7 +344,7 @@ def test_an_evaluation_takes_four_times_what_training_holds_at_once(small, tmp_p
         sizes.append((model.training, len(tokens)))
         return classify(model, tokens, mask)
 
-    for module in ("evaluate", "train"):
+    for module in ("evaluate", "step"):
         monkeypatch.setattr(f"fastrpb.{module}.classify", counted)
     train(small(steps=1, batch_size=32, accumulate=32), tmp_path / "run", cpu=True)
     assert max(size for training, size in sizes if training) == 1
