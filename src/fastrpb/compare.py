@@ -7,7 +7,7 @@ processes can work at the same one: whoever holds a run's lock trains it.
 import os
 import signal
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import Connection, Pipe, wait
@@ -231,13 +231,22 @@ def lines(cells: Cells, mark: Callable[[tuple[str, str]], str] | None = None) ->
     >>> lines({("sikf", "none"): Cell(92.5, 0.51, 3)})
     [['', 'None'], ['Linear, SIKF', '92.50 ± 0.51']]
     """
-    rows = [name for name in ROWS if any(name == key[0] for key in cells)]
-    columns = [column for column in COLUMNS if any(column == key[1] for key in cells)]
+    rows, columns = rows_and_columns(cells)
     words = mark or (lambda key: str(cells[key]))
     return [["", *(COLUMNS[column] for column in columns)]] + [
         [ROWS[name], *(words(key) if (key := (name, c)) in cells else "N/A" for c in columns)]
         for name in rows
     ]
+
+
+def rows_and_columns(cells: Iterable[tuple[str, str]]) -> tuple[list[str], list[str]]:
+    """Of a table that has these cells, in the order of the paper's.
+
+    >>> rows_and_columns([("sikf", "rope"), ("softmax", "none"), ("sikf", "none")])
+    (['softmax', 'sikf'], ['none', 'rope'])
+    """
+    rows, columns = map(set, zip(*cells, strict=True))
+    return [x for x in ROWS if x in rows], [x for x in COLUMNS if x in columns]
 
 
 def on_test(metric: str) -> Callable[[dict[str, Any]], float]:

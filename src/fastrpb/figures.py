@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from fastrpb.bias import FastRPB
 from fastrpb.bias2d import FastRPB2d
+from fastrpb.compare import Cells, rows_and_columns
+from fastrpb.presets import COLUMNS, ROWS
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 MARKS = ("o", "s", "^", "D", "v", "P", "X")
@@ -237,6 +239,42 @@ def curves_figure(runs: Sequence[tuple[str, list[dict[str, Any]]]]) -> Figure:
     for ax in (left, right):
         ax.grid(alpha=0.5)
     right.legend(fontsize=7)
+    return figure
+
+
+def gains_figure(set_ups: dict[str, Cells]) -> Figure:
+    """What positions add: test accuracy, a panel for each set-up, a line for each attention.
+
+    Marks tell the positions apart; bars are standard deviations over the seeds.
+    """
+    rows, columns = rows_and_columns(key for cells in set_ups.values() for key in cells)
+    places = {name: place for place, name in enumerate(rows)}
+    wide = min(len(set_ups), 3)
+    tall = -(-len(set_ups) // wide)
+    size = (1.2 + 2.4 * wide, 0.7 + (0.6 + 0.25 * len(rows)) * tall)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(tall, wide, squeeze=False, sharey=True).flatten()
+    marks = {}
+    for ax, (title, cells) in zip(axes, set_ups.items(), strict=False):
+        for row, place in places.items():
+            means = sorted(cell.mean for (name, _), cell in cells.items() if name == row)
+            ax.plot(means, [place] * len(means), color="gray", linewidth=0.8)
+        for column, (colour, mark) in zip(columns, _looks(), strict=False):
+            here = {places[row]: cell for (row, name), cell in cells.items() if name == column}
+            marks[COLUMNS[column]] = ax.errorbar(
+                [cell.mean for cell in here.values()],
+                list(here),
+                xerr=[cell.std for cell in here.values()],
+                **{"fmt": mark, "color": colour, "markersize": 5, "elinewidth": 1.5},
+            )
+        ax.set_title(title)
+        ax.set_yticks(range(len(rows)), [ROWS[row] for row in rows])
+        ax.grid(alpha=0.5, axis="x")
+    axes[0].invert_yaxis()
+    for ax in axes[len(set_ups) :]:
+        ax.remove()
+    figure.supxlabel("test accuracy, %", fontsize=9)
+    figure.legend(marks.values(), marks, loc="outside upper center", ncols=3 * wide)
     return figure
 
 

@@ -92,6 +92,9 @@ def write_report(
     records = [entry.record for entry in entries if entry.record]
     finished = {t: [e.record for e in group if e.record] for t, group in groups.items()}
     tables = {title: tables_of(group) for title, group in finished.items() if group}
+    accuracy = {title: group[0].cells for title, group in tables.items()}
+    compared = {title: of for title, of in accuracy.items() if len({c for _, c in of}) > 1}
+    gains = {"gains": partial(figures.gains_figure, compared)} if compared else {}
     notes = _notes(groups)
     _write(out / "tables.md", _document(tables, notes, MARKDOWN))
     _write(out / "tables.tex", _document(tables, notes, LATEX))
@@ -99,6 +102,7 @@ def write_report(
         title=html.escape("fastrpb: " + (", ".join(groups) or "runs")),
         facts=html.escape(_facts(records)),
         tables=_document(tables, notes, HTML),
+        gains=_section("What positions add", gains, out),
         curves=_section("Training", curves, out),
         scaling=_section("Time and memory", scaling, out),
         runs=_runs(entries),

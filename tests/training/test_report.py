@@ -12,6 +12,7 @@ from fastrpb.evaluate import load_run
 from fastrpb.figures import (
     biases,
     curves_figure,
+    gains_figure,
     sides_figure,
     slice_of,
     weights_figure,
@@ -113,6 +114,21 @@ def test_figures_show_the_numbers():
     assert left.lines[0].get_color() == left.lines[1].get_color() != left.lines[2].get_color()
 
 
+def test_gains_are_those_of_the_cells():
+    cells = {("sikf", "none"): Cell(60.0, 0.0, 1), ("sikf", "fastrpb"): Cell(66.0, 0.5, 3)}
+    figure = gains_figure({"text": cells, "digits": {("softmax", "none"): Cell(61.0, 0.0, 1)}})
+    text, digits = figure.axes
+    assert [ax.get_title() for ax in (text, digits)] == ["text", "digits"]
+    assert [label.get_text() for label in text.get_yticklabels()] == ["Original", "Linear, SIKF"]
+    none, fastrpb = text.containers
+    assert [[*x] for x in none.lines[0].get_data()] == [[60.0], [1]]
+    assert [[*x] for x in fastrpb.lines[0].get_data()] == [[66.0], [1]]
+    assert fastrpb.lines[2][0].get_segments()[0][:, 0].tolist() == [65.5, 66.5]
+    assert [[*x] for x in digits.containers[0].lines[0].get_data()] == [[61.0], [0]]
+    words = [label.get_text() for label in figure.legends[0].get_texts()]
+    assert words == ["None", "FastRPB"]
+
+
 def test_the_heads_whose_sides_differ_most_are_shown():
     layers = [torch.randn(3, 101), torch.randn(3, 101)]
     step = torch.cat([torch.ones(50), torch.zeros(1), -torch.ones(50)])
@@ -141,6 +157,8 @@ def test_a_report_of_a_folder_of_runs(runs, tmp_path):
         "tables.tex",
         "curves-digits.svg",
         "curves-digits.png",
+        "gains.svg",
+        "gains.png",
     } <= names
     for name, record in records.items():
         position = record["config"]["model"]["position"]
@@ -169,7 +187,7 @@ def test_records_without_their_folders(runs, tmp_path):
     shutil.copy(runs / "results.jsonl", tmp_path)
     content = write_report([tmp_path], tmp_path / "report").read_text()
     assert "FastRPB 2D" in content
-    assert not list((tmp_path / "report").glob("*.svg"))
+    assert [path.name for path in (tmp_path / "report").glob("*.svg")] == ["gains.svg"]
 
 
 def test_only_seeds_share_a_cell(tmp_path):
