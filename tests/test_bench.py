@@ -12,6 +12,7 @@ from fastrpb.bench.cpu import OPERATIONS, operation_cost
 from fastrpb.bench.measure import against_length, growth, medians, peak_of, table
 from fastrpb.bench.model import _crossings, _name, _pairs, layer_cost
 from fastrpb.report import _bench_curves
+from fastrpb.toeplitz import toeplitz
 
 FULL = "forward+backward ms"
 ROOT = Path(__file__).parents[1]
@@ -29,6 +30,11 @@ def test_costs_against_the_length_stop_where_patience_ends(monkeypatch):
     assert rows[1]["forward MB"] == pytest.approx(2e-3)
     assert growth(rows, FULL) == pytest.approx(2)
     assert growth(rows[:1], FULL) == "-"
+
+
+def test_the_plain_way_is_right():
+    w, v = torch.randn(3, 2 * 37 - 1), torch.randn(2, 3, 37, 5)
+    torch.testing.assert_close(measure.plain_rfft(w, v), toeplitz(w) @ v, rtol=1e-4, atol=1e-4)
 
 
 def test_only_the_cpu_needs_processes(monkeypatch):

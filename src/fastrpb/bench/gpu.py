@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from fastrpb.attention import linear_attention
-from fastrpb.bench.measure import Row, Rows, Run, bar
+from fastrpb.bench.measure import Row, Rows, Run, bar, plain_rfft
 from fastrpb.features import sikf
 from fastrpb.model import Classifier
 from fastrpb.model_config import ModelConfig
@@ -55,15 +55,6 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def inputs(n: int, heads: int = HEADS, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
     w = random(heads, 2 * n - 1, dtype=torch.float32)
     return w, random(max(1, tokens // n), heads, n, DIM)
-
-
-def plain_rfft(w: Tensor, v: Tensor) -> Tensor:
-    """What one would write first: `rfft` over dim -2 at the length 2N, in float32."""
-    n = v.shape[-2]
-    column = torch.cat([w[:, :n].flip(-1), pad(w[:, n:].flip(-1), (1, 0))], dim=-1)
-    spectrum = torch.fft.rfft(column).unsqueeze(-1)
-    y = torch.fft.irfft(torch.fft.rfft(v.float(), 2 * n, dim=-2) * spectrum, 2 * n, dim=-2)
-    return y[..., :n, :].to(v.dtype)
 
 
 def fft(w: Tensor, v: Tensor) -> Tensor:

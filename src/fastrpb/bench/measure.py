@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 from rich.progress import track
+from torch import Tensor
+from torch.nn.functional import pad
 
 from fastrpb.processes import fresh_processes
 
@@ -22,6 +24,15 @@ Run = Callable[[], object]
 Row = dict[str, object]
 Rows = list[Row]
 Point = TypeVar("Point")
+
+
+def plain_rfft(w: Tensor, v: Tensor) -> Tensor:
+    """W·v as one would write it first: `rfft` over dim -2 at the length 2N, in float32."""
+    n = v.shape[-2]
+    column = torch.cat([w[:, :n].flip(-1), pad(w[:, n:].flip(-1), (1, 0))], dim=-1)
+    spectrum = torch.fft.rfft(column).unsqueeze(-1)
+    y = torch.fft.irfft(torch.fft.rfft(v.float(), 2 * n, dim=-2) * spectrum, 2 * n, dim=-2)
+    return y[..., :n, :].to(v.dtype)
 
 
 def device() -> str:
