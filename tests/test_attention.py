@@ -347,6 +347,19 @@ def test_streaming_bias_is_not_rounded_by_autocast():
     torch.testing.assert_close(torch.cat(ys, 2), rpb(v), rtol=1e-4, atol=1e-4)
 
 
+def test_one_compiled_causal_program_has_the_gradients_of_all_lengths():
+    torch.compiler.reset()
+
+    def attend(q, k, v):
+        return linear_attention(q, k, v, phi=relu, causal=True).square().sum()
+
+    compiled = torch.compile(attend, dynamic=True)
+    for length in (133, 300):
+        x = [x.requires_grad_() for x in torch.randn(3, 1, 2, length, 4)]
+        got, wanted = (torch.autograd.grad(f(*x), x) for f in (compiled, attend))
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-4)
+
+
 @phis
 @causals
 def test_compiles_to_one_graph(phi, causal):

@@ -41,6 +41,7 @@ def batch(size, length):
         (Classifier, {"attention": "softmax", **IMAGE, "bias_kind": "full"}),
         (Classifier, {**IMAGE, "bias_symmetric": True, "attention_gelu": True}),
         (Classifier, {"attention": "softmax", "position": "rpe"}),
+        (Classifier, {"attention": "softmax", "position": "rpe", **LANGUAGE, "head_norm": True}),
         (LanguageModel, LANGUAGE),
         (LanguageModel, {**LANGUAGE, "features": "elu1", "position": "rope"}),
     ],
@@ -94,7 +95,7 @@ def command(*words):
 
 
 def test_command_and_pairs_with_lengths_of_their_own(tmp_path):
-    model = PairClassifier(ModelConfig(**SMALL)).eval()
+    model = PairClassifier(ModelConfig(**SMALL, head_norm=True, pairing="interact")).eval()
     (tmp_path / "run").mkdir()
     save_model(model, tmp_path / "run" / "model.safetensors")
     done = command(tmp_path / "run", tmp_path / "out.onnx")

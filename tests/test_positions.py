@@ -233,6 +233,12 @@ def test_t5_buckets_entry_by_entry(causal):
     for n in range(0, 300, 7):
         for m in range(300):
             assert buckets[n, m] == t5_bucket(m - n, 32, 128, causal)
+    count = 128 if causal else 256
+    rounded = T5Bias(3, num_buckets=count, max_distance=100, causal=causal)
+    for distance in range(-99, 100):  # where a boundary is a whole number, as at 80
+        row, column = max(-distance, 0), max(distance, 0)
+        wanted = t5_bucket(distance, count, 100, causal)
+        assert rounded.buckets(row + 1, 100)[row, column] == wanted
     q = torch.randn(2, 3, 20, 4)
     assert torch.equal(t5(q, q)[1, 5, 9], t5.weight[t5_bucket(4, 32, 128, causal), 1])
 

@@ -26,7 +26,9 @@ def _chunks(x: Tensor, length: int, fill: float) -> Tensor:
     """(..., positions, features) → (..., chunks, _CHUNK, features), for at least `length`."""
     # To a tracer no padding, one chunk, or one chunk before the last would be cases of their own.
     count = (length + _CHUNK - 1) // _CHUNK + 2 * exporting()
-    x = torch.nn.functional.pad(x, (0, 0, 0, count * _CHUNK - x.shape[-2]), value=fill)
+    *lead, there, features = x.shape
+    # Not by `pad`: Inductor's gradient of it keeps the first length that is compiled.
+    x = torch.cat([x, x.new_full((*lead, count * _CHUNK - there, features), fill)], dim=-2)
     return x.unflatten(-2, (-1, _CHUNK))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 
 from fastrpb.files import replacing, shipped_or
 from fastrpb.model import MODELS, PairClassifier, load_model
@@ -60,15 +61,23 @@ def export(model: nn.Module | str | os.PathLike, path: str | os.PathLike) -> Pat
     translations: dict = {torch.ops.fastrpb.toeplitz_fft.default: _translation()}
     inputs = _inputs(model, config)
     with _quiet():
-        program = torch.onnx.export(
+        shapes = [_dynamic(name, config) for name in inputs]
+        any_size = [dict.fromkeys(axes, Dim.DYNAMIC) for axes in shapes]
+        # Here: what this refuses, the exporter would trace in another way, for other branches.
+        traced = torch.export.export(
             _exportable(model, config),
             tuple(inputs.values()),
+            dynamic_shapes=tuple(any_size),
+            strict=False,
+        )
+        program = torch.onnx.export(
+            traced,
             dynamo=True,
             verbose=False,
             opset_version=_OPSET,
             input_names=list(inputs),
             output_names=["logits"],
-            dynamic_shapes=tuple(_dynamic(name, config) for name in inputs),
+            dynamic_shapes=tuple(shapes),
             custom_translation_table=translations,
         )
     with replacing(path) as part:

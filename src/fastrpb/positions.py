@@ -341,8 +341,8 @@ class T5Bias(nn.Module):
         offset = 0 if self.causal else (d > 0) * count
         far = d.clamp(max=0).neg() if self.causal else d.abs()
         exact = count // 2
-        scale = (count - exact) / math.log(self.max_distance / exact)
-        logarithmic = exact + (torch.log(far.clamp(min=1).float() / exact) * scale).long()
+        share = torch.log(far.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
+        logarithmic = exact + (share * (count - exact)).long()  # in T5's order: it rounds so
         return offset + torch.where(far < exact, far, logarithmic.clamp(max=count - 1))
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
