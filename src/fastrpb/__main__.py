@@ -13,8 +13,8 @@ from typing import NoReturn
 try:
     from fastrpb.cli import app, complain
 except ModuleNotFoundError as missing:
-    message = f"fastrpb: the command needs the package {missing.name}: pip install 'fastrpb[cli]'"
-    print(message, file=sys.stderr)
+    how = "pip install '.[cli]' in a clone of fastrpb"
+    print(f"fastrpb: the command needs the package {missing.name}: {how}", file=sys.stderr)
     sys.exit(2)
 
 from fastrpb.files import reason_of
@@ -42,8 +42,8 @@ def main() -> None:
     except ModuleNotFoundError as missing:
         if missing.name not in EXTRAS:
             raise
-        extra = EXTRAS[missing.name]
-        complain(f"this needs the package {missing.name}: pip install 'fastrpb[{extra}]'")
+        how = f"pip install '.[{EXTRAS[missing.name]}]' in a clone of fastrpb"
+        complain(f"this needs the package {missing.name}: {how}")
     sys.exit(2)
 
 

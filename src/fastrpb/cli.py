@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from fastrpb import __version__
-from fastrpb.config import RunConfig, load_config, override
+from fastrpb.config import RunConfig, override
 from fastrpb.data import DataError, load
 from fastrpb.options import (
     ONE_TASK,
@@ -367,12 +367,20 @@ def predict(
     - `fastrpb predict runs/listops-sikf-fastrpb-s0 "[MAX 4 [MIN 2 3 ] ]"`
     """
     from fastrpb.evaluate import predict as classes_of
+    from fastrpb.files import shipped_or
+    from fastrpb.run import Run
 
     items = [x for x in (item, second) if x is not None]
+    config = Run(shipped_or(run)).config()
+    image = config.model.image
+    for file in (x for x in items if not image and os.path.isfile(x)):
+        read = f"fastrpb predict {shlex.quote(str(run))} - < {shlex.quote(file)}"
+        raise ValueError(f"{file} is a file, not a text; to read it: {read}")
     if "-" in items:
-        config = load_config(run)
-        if config.model.image:
+        if image:
             raise ValueError(f"{config.task} takes the path of an image; - reads texts only")
+        if sys.stdin is None:
+            raise ValueError("there is nothing to read: the standard input is closed")
         items = [sys.stdin.read() if x == "-" else x for x in items]
     for name, probability in classes_of(run, items)[:5]:
         print(f"{probability:7.2%}  {name}")

@@ -24,7 +24,7 @@ from fastrpb.model_config import Position
 from fastrpb.presets import COLUMNS, ROWS, best, name_of, preset, row, with_row
 from fastrpb.processes import fresh_processes, keep_freed_memory, start
 from fastrpb.progress import Progress
-from fastrpb.run import BusyError, Run, read_records, same_config
+from fastrpb.run import BusyError, Run, read_records, refuse_inside_run, same_config
 from fastrpb.train import Interruption, train
 
 _LOOK_AGAIN = 1.0  # seconds between looks at the runs of other processes
@@ -102,6 +102,7 @@ def compare(
     if jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1")
     folder = Path(folder)
+    refuse_inside_run(folder)
     done = finished(configs, folder)
     todo = [config for config in dict.fromkeys(configs) if config not in done]
     has_data = bool(todo) or data_dir is not None  # a table alone needs none

@@ -114,6 +114,6 @@ def _safetensors():
         import safetensors.torch  # noqa: PLC0415  (an extra)
     except ModuleNotFoundError:
         raise ImportError(
-            "weights are saved by safetensors: pip install 'fastrpb[model]'"
+            "weights are saved by safetensors: pip install '.[model]' in a clone of fastrpb"
         ) from None
     return safetensors

@@ -1,4 +1,4 @@
-"""Models as ONNX files, for any batch and length: `pip install 'fastrpb[onnx]'`.
+"""Models as ONNX files, for any batch and length: `pip install '.[onnx]'`.
 
 W·v stays O(N log N): the operator `fastrpb::toeplitz_fft` becomes ONNX's DFT. Causal linear
 attention sums its chunks of 64 tokens by a matrix of all chunks instead of a scan, whose steps the
@@ -133,7 +133,7 @@ def _translation() -> Callable:
         import onnxscript  # noqa: PLC0415  (an extra)
     except ModuleNotFoundError:
         raise ImportError(
-            "models are exported by onnxscript: pip install 'fastrpb[onnx]'"
+            "models are exported by onnxscript: pip install '.[onnx]' in a clone of fastrpb"
         ) from None
 
     op: Any = getattr(onnxscript, f"opset{_OPSET}")

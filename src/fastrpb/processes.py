@@ -61,6 +61,14 @@ def ctrl_c_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+def end_with_parent() -> None:
+    """From now on this process ends when the one that has started it does, however that ends."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait = lambda: (parent.join(), os._exit(1))  # noqa: E731
+        threading.Thread(target=wait, daemon=True).start()
+
+
 def ends() -> list[int]:
     """The signals by which a process is told to end, but Ctrl-C.
 

@@ -120,8 +120,11 @@ def collect(folders: Iterable[str | Path]) -> list[Entry]:
             raise ValueError(f"there is no folder {folder}")
         found = list(_entries(folder) if folder.is_dir() else _recorded(folder))
         if not found:
-            what = "runs and no results.jsonl" if folder.is_dir() else "records of runs"
-            raise ValueError(f"{folder} has no {what}")
+            if not folder.is_dir():
+                raise ValueError(f"{folder} has no records of runs")
+            inside = [str(x) for x in sorted(folder.iterdir()) if x.is_dir() and [*_entries(x)]]
+            hint = f"; there are some in {', '.join(inside)}" if inside else ""
+            raise ValueError(f"{folder} has no runs and no results.jsonl{hint}")
         for entry in found:
             # Finished, a run is its config and its data; unfinished, its folder.
             where = "" if entry.record or not entry.run else str(entry.run.folder.resolve())

@@ -182,7 +182,7 @@ class Run:
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Write a checkpoint whole or not at all, then remove all but the newest few."""
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self.checkpoints.mkdir(exist_ok=True)
         write_tensors(tensors, self.checkpoint(step), {"state": json.dumps(state)})
         for old in self.steps()[:-KEPT]:
             self.checkpoint(old).unlink(missing_ok=True)
@@ -250,6 +250,12 @@ def json_object(line: str | bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def refuse_inside_run(folder: Path) -> None:
+    """Runs do not nest: whoever looks at the outer one does not see the others."""
+    if Run(folder).exists():
+        raise ValueError(f"{folder} is a run itself; choose another folder by --out")
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:

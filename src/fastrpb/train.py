@@ -364,6 +364,11 @@ class _Trainer:
         try:
             yield
         except (OSError, SafetensorError) as error:
+            if not self.run.exists():
+                raise ValueError(
+                    f"{self.run.folder} is gone, with what was saved in it; if it was moved, "
+                    "resume it there"
+                ) from error
             reason = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
             state = "nothing is saved" if self.saved is None else f"step {self.saved} is safe"
             raise ValueError(

@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -109,11 +110,17 @@ def test_a_cache_that_cannot_be_made(tmp_path, monkeypatch):
         load("text", write_reviews(tmp_path / "imdb"))
 
 
-def test_a_damaged_entry_says_what_to_remove(tmp_path, own_cache):
+def damage(file):
+    file.write_bytes(b"\x93NUMPY")
+
+
+@pytest.mark.parametrize("name", ["tokens", "train.labels", "test.index"])
+@pytest.mark.parametrize("harm", [damage, Path.unlink])
+def test_a_damaged_entry_says_what_to_remove(tmp_path, own_cache, name, harm):
     folder = write_reviews(tmp_path)
     load("text", folder)
     (entry,) = own_cache.iterdir()
-    (entry / "tokens.npy").write_bytes(b"\x93NUMPY")
+    harm(entry / f"{name}.npy")
     with pytest.raises(DataError, match=rf"{entry} is damaged \(.*\); remove it and run again"):
         load("text", folder)
 

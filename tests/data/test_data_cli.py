@@ -1,8 +1,10 @@
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib.metadata import version
 
 import pytest
@@ -54,20 +56,50 @@ def test_a_terminal_without_unicode():
     assert (code, error) == (0, "")
 
 
-def test_ended_by_a_signal_nothing_stays(tmp_path):
-    command = [sys.executable, "-m", "fastrpb"]
-    arguments = ["data", "listops", "--out", str(tmp_path / "out")]
-    process = subprocess.Popen([*command, *arguments], stdout=subprocess.DEVNULL)
-    partial = []
-    for _ in range(600):
-        partial = list(tmp_path.glob("out/.partial-*/basic_train.tsv"))
-        if partial:
-            break
+def within(seconds, condition):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
         time.sleep(0.05)
-    assert partial
-    process.terminate()
-    assert process.wait(30) == 143
+    return condition()
+
+
+@pytest.fixture
+def generating(tmp_path):
+    """A process, in a session of its own, that is writing expressions by two others."""
+    command = [sys.executable, "-m", "fastrpb", "data", "listops", "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    assert within(60, lambda: [*tmp_path.glob("out/.partial-*/basic_train.tsv")])
+    yield process
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_ended_by_a_signal_nothing_stays(generating, tmp_path):
+    generating.terminate()
+    assert generating.wait(30) == 143
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_ended_by_ctrl_c_twice_nothing_stays(generating, tmp_path):
+    os.killpg(generating.pid, signal.SIGINT)
+    time.sleep(0.4)
+    os.killpg(generating.pid, signal.SIGINT)
+    assert generating.wait(30) == 130
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_the_workers_of_a_killed_generator_end(generating):
+    def ended():
+        try:
+            os.killpg(generating.pid, 0)
+        except ProcessLookupError:
+            return True
+        return False
+
+    generating.kill()
+    generating.wait()
+    assert within(30, ended)
 
 
 def test_digits_are_shown(run):
@@ -140,5 +172,5 @@ def test_without_typer_the_extra_is_named():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == (
-        "fastrpb: the command needs the package typer: pip install 'fastrpb[cli]'\n"
+        "fastrpb: the command needs the package typer: pip install '.[cli]' in a clone of fastrpb\n"
     )

@@ -251,9 +251,7 @@ def test_a_missing_package_names_the_extra(monkeypatch):
         raise ModuleNotFoundError(name="pyarrow")
 
     monkeypatch.setattr(fastrpb.data, "import_module", import_module)
-    with pytest.raises(
-        DataError, match=r"mnist needs the package pyarrow: pip install 'fastrpb\[data"
-    ):
+    with pytest.raises(DataError, match=r"mnist needs the package pyarrow: pip install '\.\[data"):
         load("mnist")
 
 

@@ -32,6 +32,13 @@ def test_mean_and_standard_deviation_over_the_seeds():
     assert str(table["softmax", "none"]) == "90.00"
 
 
+def test_runs_do_not_nest(tmp_path):
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ValueError, match="is a run itself; choose another folder by --out"):
+        compare(grid("digits", ["sikf"], ["none"], [0], {}), tmp_path, cpu=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+
+
 def test_a_grid_keeps_the_options_and_the_seeds():
     configs = grid("digits", ["softmax", "sikf"], ["none", "alibi"], [0, 5], {"layers": 1})
     assert len(configs) == 6

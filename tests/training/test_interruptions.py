@@ -3,6 +3,7 @@
 import os
 import random
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -267,6 +268,15 @@ def fill(config, folder):
     except ValueError as error:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         Path(f"{folder}.error").write_text(str(error))
+
+
+def test_a_folder_that_is_gone_is_not_called_safe(small, tmp_path):
+    def remove(progress):
+        if progress.step == 20:
+            shutil.rmtree(tmp_path / "run")
+
+    with pytest.raises(ValueError, match=r"run is gone, with what was saved in it; if it was mov"):
+        train(small(steps=30, save_every=10), tmp_path / "run", cpu=True, on_progress=remove)
 
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(small, tmp_path):

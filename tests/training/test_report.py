@@ -289,11 +289,15 @@ def test_a_file_of_records(runs):
     assert {entry.name for entry in collect([runs / "results.jsonl"])} == names
 
 
-def test_bad_input(tmp_path):
+def test_bad_input(tmp_path, runs):
     with pytest.raises(ValueError, match="there is no folder"):
         collect([tmp_path / "none"])
     with pytest.raises(ValueError, match=r"has no runs and no results.jsonl"):
         collect([tmp_path])
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    shutil.copy(runs / "results.jsonl", tmp_path / "runs" / "demo")
+    with pytest.raises(ValueError, match=r"runs has no runs and .*; there are some in .*/demo$"):
+        collect([tmp_path / "runs"])
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(ValueError, match=r"empty.jsonl has no records of runs"):
         collect([tmp_path / "empty.jsonl"])

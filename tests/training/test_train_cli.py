@@ -436,6 +436,13 @@ def test_a_predicted_expression_from_the_standard_input(run, tmp_path, monkeypat
     assert run("train", "listops", *SMALL, *values, "--data-dir", tmp_path / "listops")[0] == 0
     code, out, _ = run("predict", "run", "[MAX 4 [MIN 2 3 ] ]")
     assert code == 0
+    (tmp_path / "an expression").write_text("[MAX 4 3 ]")
+    code, _, error = run("predict", "run", "an expression")
+    assert code == 2
+    assert "an expression is a file, not a text; to read it: fastrpb predict run - < 'an" in error
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdin", None)
+        assert "standard input is closed" in run("predict", "run", "-")[2]
     assert re.fullmatch(r"( *\d+\.\d\d%  \d\n){5}", out)
     code, _, error = run("predict", "run", "[MAX 4 [MIN 2 3 ]")
     assert code == 2

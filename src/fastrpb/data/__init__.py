@@ -1,7 +1,7 @@
 """Real tasks as tokens: `load(name)` gives train, validation and test.
 
 Every task is a file of this package, with the facts `TASK` and the function `read`. `digits` needs
-torch alone; the others need the packages of `pip install 'fastrpb[data]'`.
+torch alone; the others need the packages of `pip install '.[data]'`.
 """
 
 from dataclasses import replace
@@ -84,7 +84,7 @@ def load(
     if not len(held_out):
         raise DataError(
             f"{name}: the {len(train)} examples of train are too few to hold out a tenth of every "
-            'class; add some, or pass validation="test"'
+            "class; add some"
         )
     return Dataset(facts, train.take(rest), train.take(held_out), test)
 
@@ -96,5 +96,5 @@ def _module(name: str) -> ModuleType:
         return import_module(f"fastrpb.data.{name}")
     except ModuleNotFoundError as error:
         raise DataError(
-            f"{name} needs the package {error.name}: pip install 'fastrpb[data]'"
+            f"{name} needs the package {error.name}: pip install '.[data]' in a clone of fastrpb"
         ) from error

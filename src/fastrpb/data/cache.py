@@ -96,7 +96,8 @@ def _save(splits: dict[str, Split], folder: Path) -> None:
 
 
 def _open(folder: Path) -> dict[str, Split]:
-    names = sorted(path.name.split(".")[0] for path in folder.glob("*.labels.npy"))
+    # Of every split there are two files: where one of them is lost, the other still names it.
+    names = sorted({path.name.split(".")[0] for path in folder.glob("*.*.npy")})
     try:
         sequences = Sequences(*(_map(folder, name) for name in ("tokens", "starts", "lengths")))
         return {

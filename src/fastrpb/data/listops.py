@@ -27,7 +27,7 @@ from torch import Tensor
 from fastrpb.data.cache import Files, staging
 from fastrpb.data.dataset import DataError, Split, Task, check_labels, corpus
 from fastrpb.data.sources import Layout, Source, quote
-from fastrpb.processes import ctrl_c_ignored
+from fastrpb.processes import ctrl_c_ignored, end_with_parent
 
 # The place of a word is its token; 0 is the padding.
 WORDS = ("", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
@@ -176,7 +176,9 @@ def _in_order(
         yield map(function, count())
         return
     # Spawned: a forked process would inherit the threads of torch in an unknown state.
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+    pool = ProcessPoolExecutor(
+        workers, mp_context=get_context("spawn"), initializer=end_with_parent
+    )
     with ctrl_c_ignored():
         pending = deque(pool.submit(function, i) for i in range(2 * workers))
 
@@ -188,7 +190,8 @@ def _in_order(
     try:
         yield results()
     finally:
-        pool.shutdown(cancel_futures=True)
+        with ctrl_c_ignored():  # a second one would cut off what ends the processes
+            pool.shutdown(cancel_futures=True)
 
 
 def _distinct(chunks: Iterator[list[bytes]]) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""FastRPB in Hugging Face Transformers, 5.1 or later: `pip install 'fastrpb[hf]'`.
+"""FastRPB in Hugging Face Transformers, 5.1 or later: `pip install '.[hf]'`.
 
 - `FastRPBConfig`, `FastRPBModel` and the models with heads: linear or softmax attention with any of
   the encodings, as Transformers' own models, in its Auto classes once this module is imported;
@@ -8,7 +8,8 @@
 try:
     import transformers  # noqa: F401
 except ModuleNotFoundError:
-    raise ImportError("fastrpb.hf needs Transformers: pip install 'fastrpb[hf]'") from None
+    how = "pip install '.[hf]' in a clone of fastrpb"
+    raise ImportError(f"fastrpb.hf needs Transformers: {how}") from None
 
 from fastrpb.hf.adapter import SUPPORTED, attach, biases, detach, load, save
 from fastrpb.hf.models import (
