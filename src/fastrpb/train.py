@@ -3,7 +3,7 @@
 What a step computes is a function of the config, the weights and the number of the step: the order
 of the data, the learning rate and the random numbers all follow from (seed, step). So a checkpoint
 holds the weights, the optimiser and where the data stand, and a run that goes on from one computes
-what it would have computed uninterrupted, bit for bit on the CPU.
+what it would have computed uninterrupted, bit for bit on the CPU with as many threads.
 """
 
 import itertools
