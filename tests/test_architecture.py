@@ -35,6 +35,7 @@ TOOLS = [
     "config",
     "presets",
     "bench",
+    "parts",
     "run",
     "evaluate",
     "progress",

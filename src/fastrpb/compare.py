@@ -18,9 +18,9 @@ import torch
 
 from fastrpb.checks import check_choice
 from fastrpb.config import RunConfig, override
-from fastrpb.evaluate import load_data
 from fastrpb.files import reason_of
 from fastrpb.model_config import Position
+from fastrpb.parts import load_data
 from fastrpb.presets import COLUMNS, ROWS, best, name_of, preset, row, with_row
 from fastrpb.processes import fresh_processes, keep_freed_memory, start
 from fastrpb.progress import Progress

@@ -13,7 +13,7 @@ from fastrpb.bias import FastRPB
 from fastrpb.bias2d import FastRPB2d
 from fastrpb.config import RunConfig
 from fastrpb.data import Batch, Split
-from fastrpb.evaluate import build, classify, seed_from, to_device
+from fastrpb.parts import build, classify, seed_from, to_device
 from fastrpb.replay import Replayed, own_stream
 from fastrpb.state_dicts import StateDicts
 

@@ -16,8 +16,9 @@ from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, TrialState
 
 from fastrpb.config import RunConfig, differences, from_json, to_json
-from fastrpb.evaluate import Metrics, load_data
+from fastrpb.evaluate import Metrics
 from fastrpb.files import replacing
+from fastrpb.parts import load_data
 from fastrpb.progress import Progress
 from fastrpb.run import Run, json_object, refuse_inside_run
 from fastrpb.train import DivergedError, train

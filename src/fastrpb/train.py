@@ -28,19 +28,16 @@ from torch import Tensor
 from fastrpb.checks import nearest
 from fastrpb.config import RunConfig
 from fastrpb.data import Batch, Batches, Dataset, Split
-from fastrpb.evaluate import (
-    Metrics,
+from fastrpb.evaluate import Metrics, evaluate, evaluation_batch, trained
+from fastrpb.model import save_model
+from fastrpb.parts import (
     build,
     clear_errors,
-    evaluate,
-    evaluation_batch,
     load_data,
     make_accelerator,
     own_random_numbers,
-    trained,
     under,
 )
-from fastrpb.model import save_model
 from fastrpb.presets import name_of
 from fastrpb.processes import caught_signals
 from fastrpb.progress import Progress, State, Window

@@ -18,7 +18,8 @@ from torch._inductor.exc import InductorError
 from apart import APART
 from fastrpb import PairClassifier, save_model
 from fastrpb.config import override
-from fastrpb.evaluate import build, classify, evaluate, load_run
+from fastrpb.evaluate import evaluate, load_run
+from fastrpb.parts import build, classify
 from fastrpb.run import Run
 from fastrpb.train import DivergedError, Interruption, _Trainer, train
 from runs import assert_same, stop_at, weights

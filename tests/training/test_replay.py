@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from fastrpb.config import override
 from fastrpb.dropout import Dropout
-from fastrpb.evaluate import build, classify
+from fastrpb.parts import build, classify
 from fastrpb.presets import preset, with_row
 from fastrpb.replay import Replayed, own_stream
 from fastrpb.train import train

@@ -11,17 +11,8 @@ from torch._inductor.exc import InductorError
 from fastrpb import load_model
 from fastrpb.config import override
 from fastrpb.data import Batch, Batches, load
-from fastrpb.evaluate import (
-    Metrics,
-    _scores,
-    build,
-    classify,
-    evaluate_run,
-    load_run,
-    predict,
-    seed_from,
-    to_device,
-)
+from fastrpb.evaluate import Metrics, _scores, evaluate_run, load_run, predict
+from fastrpb.parts import build, classify, seed_from, to_device
 from fastrpb.presets import preset
 from fastrpb.step import _compile
 from fastrpb.train import Interruption, train
