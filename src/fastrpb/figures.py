@@ -187,8 +187,9 @@ def slice_figure(
     word: str = "head",
     heads: int = 8,
 ) -> Figure:
-    """Figure 2: the bias that a pixel (crossed) gives to every other, by layer and head.
+    """Figure 2: the bias that a pixel gives to every other, by layer and head.
 
+    Ticks mark the pixel's column and row, so that nothing covers the weights next to it.
     Of more heads than are to be shown, those evenly spread: local inits order them by reach.
     """
     shown = torch.linspace(0, len(layers[0]) - 1, min(heads, len(layers[0]))).round().long()
@@ -202,9 +203,8 @@ def slice_figure(
         colours = ScalarMappable(Normalize(-limit, limit), WEIGHTS_MAP)
         for head, ax, picture in zip(shown.tolist(), line, pictures, strict=True):
             ax.imshow(picture.numpy(), cmap=colours.cmap, norm=colours.norm)
-            ax.plot(pixel[1], pixel[0], "x", color="black", markersize=4)
-            ax.set_xticks([])
-            ax.set_yticks([])
+            ax.set_xticks([pixel[1]], [""])
+            ax.set_yticks([pixel[0]], [""])
             if number == 1:
                 ax.set_title(f"{word} {head}")
         line[0].set_ylabel(f"layer {number}")

@@ -6,17 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fastrpb.compare import cells, on_test
 from fastrpb.config import from_json, override, to_json
 from fastrpb.evaluate import load_run, predict
 from fastrpb.figures import biases, weights_of
 from fastrpb.files import SHIPPED, shipped_or
+from fastrpb.model import Classifier
 from fastrpb.presets import BEST, COLUMNS, ROWS, best, preset
 from fastrpb.run import Run, same_config
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/reproduction.md").read_text(encoding="utf-8")
+PAPER = (ROOT / "docs/reproduction.md").read_text(encoding="utf-8")
+BEYOND = (ROOT / "docs/best.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -50,11 +53,26 @@ def test_it_is_small_and_its_record_is_in_the_results():
     assert f"{record['parameters']:,} weights" in card
 
 
-def test_its_filters_are_sparse():
-    _, model = load_run("mnist")
-    zeros = [(weights_of(bias) == 0).float().mean().item() for bias in biases(model)]
+def test_its_filters_are_sparse_and_have_grown_outward():
+    config, trained = load_run("mnist")
+    zeros = [(weights_of(bias) == 0).float().mean().item() for bias in biases(trained)]
     assert sum(zeros) / len(zeros) == pytest.approx(19 / 20, abs=0.01)
-    assert "19 of 20 weights" in PAGE
+    assert "19 of 20 weights" in BEYOND
+    now, first = (
+        [100 * far_part(weights_of(bias)) for bias in biases(model)]
+        for model in (trained, Classifier(config.model))
+    )
+    for page in (PAPER, BEYOND):
+        shares = rf"{min(now):.0f} to {max(now):.0f}% of the squares.*, (\d+)% at the start"
+        (at_the_start,) = re.findall(shares, page)
+        assert float(at_the_start) == pytest.approx(sum(first) / len(first), abs=2)
+
+
+def far_part(w):
+    """Of the squares of the weights, those farther than 3 pixels."""
+    distances = (torch.arange(n) - n // 2 for n in w.shape[1:])
+    far = torch.cartesian_prod(*distances).float().norm(dim=1).view(w.shape[1:]) > 3
+    return (w[:, far].square().sum() / w.square().sum()).item()
 
 
 def test_a_run_comes_before_a_shipped_name_and_other_folders_do_not(tmp_path, monkeypatch):
@@ -88,7 +106,7 @@ def row(*cells):
 @pytest.mark.parametrize("task", BEST)
 def test_the_best_runs_are_those_of_the_records(task):
     runs = records(f"{task}-best.jsonl")
-    assert sum(line.startswith(f"| {task}, seed") for line in PAGE.splitlines()) == len(runs)
+    assert sum(line.startswith(f"| {task}, seed") for line in BEYOND.splitlines()) == len(runs)
     for record in runs:
         config = from_json(json.dumps(record["config"]), "the record")
         # How often a run is saved changes nothing.
@@ -100,7 +118,7 @@ def test_the_best_runs_are_those_of_the_records(task):
                 *(percent(validation["accuracy"]), f"{record['seconds']:.0f}"),
                 *(f"{record['peak_memory_bytes'] / 2**20:.0f}", f"{record['parameters']:,}"),
             )
-            in PAGE
+            in BEYOND
         )
 
 
@@ -116,8 +134,9 @@ def test_the_best_runs_are_those_of_the_records(task):
 )
 def test_what_stands_beside_the_papers_figures(task, paper, metric):
     first, *_ = records(f"{task}-best.jsonl")
-    assert f"| {paper} | {percent(first['metrics']['test'][metric])}" in PAGE
-    assert f"| {percent(first['metrics']['test'][metric])}" in README
+    ours = percent(first["metrics"]["test"][metric])
+    assert f"| {paper} | {ours}" in BEYOND
+    assert re.search(rf"(\| |to ){ours}\b", README)
 
 
 # The metric of a task's table, and where in its lines our figures stand.
@@ -152,7 +171,7 @@ def test_the_cells_on_the_page_are_those_of_the_records(task):
         },
     )
     shown = {}
-    for line in PAGE.splitlines():
+    for line in PAPER.splitlines():
         label, *numbers = line.strip("| ").split(" | ")
         if label.startswith(tuple(f"{task}, {words}" for words in ROWS.values())):
             shown[label] = numbers[ours_at]  # beside the paper's
@@ -190,13 +209,13 @@ def test_the_levers_of_mnist_are_those_of_the_records():
             *(model["bias_dropout"], config["weight_decay"]),
         )
         figures = (percent(x["accuracy"]) for x in (validation, test))
-        assert row(*(f"{x:g}" for x in numbers), *figures) in PAGE
+        assert row(*(f"{x:g}" for x in numbers), *figures) in BEYOND
 
 
 @pytest.mark.parametrize("task", ["cifar10", "text", "retrieval", "listops"])
 def test_the_runs_on_the_way_are_those_of_the_records(task):
     runs = records(f"{task}-levers.jsonl")
-    assert sum(line.startswith(f"| {task} |") for line in PAGE.splitlines()) == len(runs)
+    assert sum(line.startswith(f"| {task} |") for line in BEYOND.splitlines()) == len(runs)
     for record in runs:
         config = from_json(json.dumps(record["config"]), "the record")
         model = config.model
@@ -209,5 +228,5 @@ def test_the_runs_on_the_way_are_those_of_the_records(task):
                 *(percent(split["accuracy"]) for split in record["metrics"].values()),
                 f"{record['seconds']:.0f}",
             )
-            in PAGE
+            in BEYOND
         )
