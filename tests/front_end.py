@@ -4,6 +4,8 @@ The interpreter, in which the other tests run them, does not know all that the c
 """
 
 from collections.abc import Callable
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import torch
@@ -12,22 +14,11 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
-from fastrpb import DPFP, FavorPlus, attention, elu1, linear_attention, relu, sikf
-from fastrpb.kernels import (
-    causal,
-    coins,
-    direct,
-    favor,
-    hierarchical,
-    image,
-    layout,
-    linear,
-    ops,
-    plane,
-)
+from fastrpb import DPFP, FavorPlus, attention, elu1, kernels, linear_attention, relu, sikf
+from fastrpb.kernels import ops
 from fastrpb.toeplitz import toeplitz_matmul, toeplitz_matmul_2d
 
-MODULES = (causal, coins, direct, favor, hierarchical, image, layout, linear, plane)
+MODULES = [import_module(f"fastrpb.kernels.{x.name}") for x in iter_modules(kernels.__path__)]
 TARGET = GPUTarget("cuda", 90, 32)
 NAMES = {
     torch.bfloat16: "bf16",

@@ -16,6 +16,7 @@ from fastrpb import (
 from on_triton import DEVICE, HALF, error, masks, poisoned, rand  # noqa: F401, a fixture
 
 causal_kernels = pytest.importorskip("fastrpb.kernels.causal", reason="needs triton")
+causal_gradients = pytest.importorskip("fastrpb.kernels.causal_gradients")
 image = pytest.importorskip("fastrpb.kernels.image")
 layout = pytest.importorskip("fastrpb.kernels.layout")
 linear = pytest.importorskip("fastrpb.kernels.linear")
@@ -180,7 +181,7 @@ def test_no_sequences(causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_no_gradients_of_attention_where_only_plus_needs_them(causal, monkeypatch):
-    form = causal_kernels if causal else linear
+    form = causal_gradients if causal else linear
     monkeypatch.setattr(form, "backward", lambda *_: pytest.fail("computed for nothing"))
     q, k, v = (rand(2, 3, 7, 8) for _ in range(3))
     plus = rand(2, 3, 7, 8).requires_grad_()

@@ -19,6 +19,7 @@ from on_triton import DEVICE, HALF, error, masks, poisoned, rand  # noqa: F401, 
 direct = pytest.importorskip("fastrpb.kernels.direct", reason="needs triton")
 hierarchical = pytest.importorskip("fastrpb.kernels.hierarchical")
 layout = pytest.importorskip("fastrpb.kernels.layout")
+spectra = pytest.importorskip("fastrpb.kernels.spectra")
 
 DIRECT = ["direct", "side by side"]
 
@@ -36,7 +37,7 @@ def way(request, monkeypatch):
         inner, size = sizes
         cut = lambda n, *_, **__: hierarchical.Cut(-(-n // (inner * size)), inner, size)  # noqa: E731
         monkeypatch.setattr(hierarchical, "cut", cut)
-        monkeypatch.setattr(hierarchical, "MANY", 0)  # tables in large tiles
+        monkeypatch.setattr(spectra, "MANY", 0)  # tables in large tiles
     return request.param
 
 

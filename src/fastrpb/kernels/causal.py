@@ -11,14 +11,8 @@ a chunk where they do is taken one column at a time. Then nothing overflows, and
 because a later one is larger.
 
 Forward, rows are queries and columns are keys, x = v and e = 1; top_n is kept. In bfloat16 the
-weights of a chunk are rounded before they are summed up. With w normalised to Σ_m w_nm = 1, g the
-gradient of y and c_n = g_n·y_n,
-
-    d log φ(q_n)_f = Σ_{m<=n} w_nmf (g_n·v_m - c_n),    dv_m = Σ_{n>=m} w_nm g_n,
-    d log φ(k_m)_f = Σ_{n>=m} w_nmf (v_m·g_n - c_n),
-
-the first of them as before, the others with the time reversed: keys are rows, queries columns,
-x = g and e = c. O(N) operations; each pass reads its columns twice.
+weights of a chunk are rounded before they are summed up. O(N) operations; each pass reads its
+columns twice. `causal_gradients` goes back by the same parts and scan.
 """
 
 import torch
@@ -35,7 +29,6 @@ from fastrpb.kernels.tiles import (
     kept,
     load,
     load_state,
-    log_slope,
     parts_of,
     rounded,
     sizes,
@@ -44,7 +37,7 @@ from fastrpb.kernels.tiles import (
     strides,
 )
 
-CHUNK, GRADIENT_CHUNK = 64, 32
+CHUNK = 64
 SUMS = {"num_warps": 4, "num_stages": 3}
 CHUNKS = {"num_stages": 1}
 PROGRAMS = 528
@@ -53,12 +46,12 @@ _SAFE = tl.constexpr(40.0)  # exponents far from those that overflow
 
 
 @triton.jit
-def _real(keep, DIM: tl.constexpr, WIDTH: tl.constexpr):
+def is_real(keep, DIM: tl.constexpr, WIDTH: tl.constexpr):
     return keep[:, None] & (tl.arange(0, WIDTH) < DIM)[None, :]
 
 
 @triton.jit
-def _phi(x, real, shift, KIND: tl.constexpr):
+def column_features(x, real, shift, KIND: tl.constexpr):
     """φ of columns, less the largest so far; that; and what it makes of earlier ones."""
     if KIND != 0:
         return tl.where(real, features(x, KIND), 0.0), shift, tl.full(shift.shape, 1.0, tl.float32)
@@ -68,18 +61,18 @@ def _phi(x, real, shift, KIND: tl.constexpr):
 
 
 @triton.jit
-def _is_large(lift, KIND: tl.constexpr):
+def is_large(lift, KIND: tl.constexpr):
     """Whether an exponent of the rows could overflow."""
     return tl.max(tl.max(lift, 1), 0) > _SAFE if KIND == 0 else False
 
 
 @triton.jit
-def _row_features(lift, real, KIND: tl.constexpr):
+def row_features(lift, real, KIND: tl.constexpr):
     return tl.where(real, tl.exp(lift) if KIND == 0 else features(lift, KIND), 0.0)
 
 
 @triton.jit
-def _whole(total):
+def divisor(total):
     """What to divide by, also where there is nothing."""
     return tl.where(total == 0, 1.0, total)
 
@@ -135,7 +128,7 @@ def _sums(
         theirs = load(x, xn, n, keep, VDIM, VWIDTH)
         if REVERSE:
             right -= tl.load(tops + n, mask=keep, other=0.0)[:, None]
-        phi, shift, decay = _phi(right, _real(keep, DIM, WIDTH), shift, KIND)
+        phi, shift, decay = column_features(right, is_real(keep, DIM, WIDTH), shift, KIND)
         if REVERSE:
             phi *= (1 / tl.load(wholes + n, mask=keep, other=1.0))[:, None]
         weighted = phi
@@ -293,8 +286,8 @@ def _output(
         keep = kept(mask, n, columns, MASKED)
         right = load(k, kn, n, keep, DIM, WIDTH).to(tl.float32)
         values = load(v, vn, n, keep, VDIM, VWIDTH)
-        mine, theirs = _real(n < rows, DIM, WIDTH), _real(keep, DIM, WIDTH)
-        phi, largest, decay = _phi(right, theirs, shift, KIND)
+        mine, theirs = is_real(n < rows, DIM, WIDTH), is_real(keep, DIM, WIDTH)
+        phi, largest, decay = column_features(right, theirs, shift, KIND)
         top = tl.zeros((CHUNK,), tl.float32)
         lift = left
         if KIND == 0:
@@ -303,7 +296,7 @@ def _output(
             top = tl.maximum(tl.max(left + seen, 1), HIDDEN / 2)  # above what is hidden
             lift = left + largest[None, :] - top[:, None]
         phi = rounded(phi, values)
-        if _is_large(lift, KIND):
+        if is_large(lift, KIND):
             out, whole, top = _output_by_columns(
                 left,
                 total,
@@ -325,14 +318,14 @@ def _output(
                 CHUNK,
             )
         else:
-            queries = rounded(_row_features(lift, mine, KIND), values)
+            queries = rounded(row_features(lift, mine, KIND), values)
             weight = dot(queries, tl.trans(phi), tl.zeros((CHUNK, CHUNK), tl.float32), FULL)
             weight = rounded(tl.where(visible, weight, 0.0), values)
             out = dot(queries, total * decay[:, None], tl.zeros((CHUNK, VWIDTH), tl.float32), FULL)
             out = dot(weight, values, out, FULL)
             whole = tl.sum(queries.to(tl.float32) * (norm * decay)[None, :], 1)
             whole += tl.sum(weight.to(tl.float32), 1)
-        out *= (1 / _whole(whole))[:, None]
+        out *= (1 / divisor(whole))[:, None]
         if PLUS:
             out += load(plus, pn, n, n < rows, VDIM, VWIDTH).to(tl.float32)
         store(y, yn, n, rows, out, VDIM, VWIDTH)
@@ -342,241 +335,7 @@ def _output(
         shift = largest
 
 
-@triton.jit
-def _gradients_by_columns(
-    rows,
-    mine,
-    total,
-    norm,
-    shift,
-    b,
-    bn,
-    x,
-    xn,
-    mask,
-    tops,
-    wholes,
-    weights,
-    start,
-    columns,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VDIM: tl.constexpr,
-    VWIDTH: tl.constexpr,
-    FULL: tl.constexpr,
-    MASKED: tl.constexpr,
-    REVERSE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """d log φ·Σ w, w·x, Σ w and c of a chunk, φ = exp, one column after the other."""
-    far = tl.exp(rows + shift[None, :])
-    across = dot(mine, tl.trans(total), tl.zeros((CHUNK, WIDTH), tl.float32), FULL)
-    if REVERSE:
-        across -= norm[None, :]
-    change, mean = far * across, far * norm[None, :]
-    out = dot(far, total, tl.zeros((CHUNK, VWIDTH), tl.float32), FULL)
-    i = tl.arange(0, CHUNK)
-    for m in tl.range(0, CHUNK):
-        n = start + m + tl.arange(0, 1)
-        keep = kept(mask, n, columns, MASKED and not REVERSE)
-        right = load(b, bn, n, keep, DIM, WIDTH).to(tl.float32)
-        theirs = load(x, xn, n, keep, VDIM, VWIDTH).to(tl.float32)
-        product = tl.sum(mine.to(tl.float32) * theirs, 1)[:, None]
-        if REVERSE:
-            right -= tl.load(tops + n, mask=keep, other=0.0)[:, None]
-            product -= tl.load(weights + n, mask=keep, other=0.0)[:, None]
-        sees = (i <= m if REVERSE else i >= m)[:, None] & keep[:, None]
-        weight = tl.exp(tl.where(sees, rows + right, HIDDEN))
-        if REVERSE:
-            weight *= 1 / tl.load(wholes + n, mask=keep, other=1.0)[:, None]
-        change += weight * product
-        mean += weight
-        out += tl.sum(weight, 1)[:, None] * theirs
-    whole = _whole(tl.sum(mean, 1))
-    c = tl.sum(change, 1) / whole
-    if not REVERSE:
-        change -= mean * c[:, None]
-    return change, out, whole, c
-
-
-@triton.jit
-def _gradients_at_once(
-    near,
-    mine,
-    phi,
-    theirs,
-    c,
-    total,
-    norm,
-    visible,
-    FULL: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
-    """The same by products of matrices."""
-    weight = tl.where(
-        visible, dot(near, tl.trans(phi), tl.zeros(visible.shape, tl.float32), FULL), 0.0
-    )
-    products = dot(mine, tl.trans(theirs), tl.zeros(visible.shape, tl.float32), FULL)
-    across = dot(mine, tl.trans(total), tl.zeros(near.shape, tl.float32), FULL)
-    out = tl.zeros(mine.shape, tl.float32)
-    whole = tl.sum(weight, 1) + tl.sum(near * norm[None, :], 1)
-    if REVERSE:
-        products -= c[None, :]
-        across -= norm[None, :]
-        out = dot(weight, theirs, dot(near, total, out, FULL), FULL)
-    else:
-        whole = _whole(whole)
-        c = (tl.sum(weight * products, 1) + tl.sum(near * across, 1)) / whole
-        products -= c[:, None]
-        across -= c[:, None] * norm[None, :]
-    change = near * dot(tl.where(visible, products, 0.0), phi, across, FULL)
-    return change, out, whole, c
-
-
-@triton.jit
-def _gradients(  # noqa: PLR0915  (a kernel is one function)
-    a,
-    u,
-    b,
-    x,
-    mask,
-    tops,
-    wholes,
-    weights,
-    da,
-    dx,
-    sums,
-    norms,
-    shifts,
-    heads,
-    rows,
-    columns,
-    share,
-    length,
-    ab,
-    ah,
-    an,
-    ub,
-    uh,
-    un,
-    bb,
-    bh,
-    bn,
-    xb,
-    xh,
-    xn,
-    dab,
-    dah,
-    dan,
-    dxb,
-    dxh,
-    dxn,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VDIM: tl.constexpr,
-    VWIDTH: tl.constexpr,
-    KIND: tl.constexpr,
-    FULL: tl.constexpr,
-    MASKED: tl.constexpr,
-    REVERSE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Of one part dq, Σ w and c, or, REVERSE, dk and dv."""
-    part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    batch = tl.program_id(2).to(tl.int64)
-    line = batch * heads + head
-    a, u = a + batch * ab + head * ah, u + batch * ub + head * uh
-    b, x = b + batch * bb + head * bh, x + batch * xb + head * xh
-    da, dx = da + batch * dab + head * dah, dx + batch * dxb + head * dxh
-    keys, queries = (rows, columns) if REVERSE else (columns, rows)
-    mask += batch * keys
-    tops, wholes, weights = tops + line * queries, wholes + line * queries, weights + line * queries
-    at = line * tl.num_programs(0) + part
-    total, norm = load_state(sums, norms, at, WIDTH, VWIDTH)
-    shift = tl.load(shifts + at * WIDTH + tl.arange(0, WIDTH))
-    i = tl.arange(0, CHUNK)
-    visible = i[:, None] <= i[None, :] if REVERSE else i[:, None] >= i[None, :]
-    begin = part * share
-    chunks = tl.cdiv(tl.minimum(share, length - begin), CHUNK)
-    for step in tl.range(0, chunks):
-        start = begin + (chunks - 1 - step if REVERSE else step) * CHUNK
-        n = start + i
-        keep = kept(mask, n, rows, MASKED and REVERSE)
-        there = kept(mask, n, columns, MASKED and not REVERSE)
-        raw = load(a, an, n, keep, DIM, WIDTH).to(tl.float32)
-        right = load(b, bn, n, there, DIM, WIDTH).to(tl.float32)
-        mine = load(u, un, n, keep, VDIM, VWIDTH)
-        theirs = load(x, xn, n, there, VDIM, VWIDTH)
-        top = tl.load(tops + n, mask=n < queries, other=0.0)[:, None]
-        left = raw
-        if KIND == 0:
-            if REVERSE:
-                right -= top
-            else:
-                left -= top
-        phi, largest, decay = _phi(right, _real(there, DIM, WIDTH), shift, KIND)
-        real = _real(keep, DIM, WIDTH)
-        lift = left
-        if KIND == 0:
-            left = tl.where(real, left, HIDDEN)
-            lift = left + largest[None, :]
-        c = tl.full((CHUNK,), 1.0, tl.float32)
-        if REVERSE:
-            phi *= 1 / tl.load(wholes + n, mask=there, other=1.0)[:, None]
-            c = tl.load(weights + n, mask=there, other=0.0)
-        weighted = phi * c[:, None]
-        if _is_large(lift, KIND):
-            change, out, whole, c = _gradients_by_columns(
-                left,
-                mine,
-                total,
-                norm,
-                shift,
-                b,
-                bn,
-                x,
-                xn,
-                mask,
-                tops,
-                wholes,
-                weights,
-                start,
-                columns,
-                DIM,
-                WIDTH,
-                VDIM,
-                VWIDTH,
-                FULL,
-                MASKED,
-                REVERSE,
-                CHUNK,
-            )
-        else:
-            change, out, whole, c = _gradients_at_once(
-                _row_features(lift, real, KIND),
-                mine,
-                phi,
-                theirs,
-                c,
-                total * decay[:, None],
-                norm * decay,
-                visible,
-                FULL,
-                REVERSE,
-            )
-        if REVERSE:
-            store(dx, dxn, n, rows, out, VDIM, VWIDTH)
-        else:
-            change /= whole[:, None]
-            tl.store(wholes + n, whole, mask=n < rows)
-            tl.store(weights + n, c, mask=n < rows)
-        store(da, dan, n, rows, change * log_slope(raw, KIND), DIM, WIDTH)
-        norm = norm * decay + tl.sum(weighted, 0)
-        total = dot(tl.trans(phi), theirs, total * decay[:, None], FULL)
-        shift = largest
-
-
-def _before(
+def sums_before(
     b: Tensor,
     x: Tensor,
     mask: Tensor | None,
@@ -602,7 +361,7 @@ def _before(
     return out
 
 
-def _tile(q: Tensor, v: Tensor) -> dict:
+def chunk_options(q: Tensor, v: Tensor) -> dict:
     wide = max(q.shape[3], v.shape[3]) > 64
     return CHUNKS | {"num_warps": 8 if wide else 4}
 
@@ -621,49 +380,10 @@ def forward(
     tops = torch.empty(batch, heads, m, dtype=torch.float32, device=q.device)
     options = sizes(q, v, kind) | {"MASKED": mask is not None, "CHUNK": CHUNK}
     cut = parts_of(m, batch * heads, CHUNK, PROGRAMS)
-    before = _before(k, v, mask, 3 * [tops], cut, options | {"REVERSE": False})
+    before = sums_before(k, v, mask, 3 * [tops], cut, options | {"REVERSE": False})
     added = y if plus is None else plus
     tensors = q, k, v, k if mask is None else mask, added, y, tops, *before
     numbers = heads, m, n, cut[1], *strides(q, k, v, added, y)
-    options |= {"PLUS": plus is not None, **_tile(q, v)}
+    options |= {"PLUS": plus is not None, **chunk_options(q, v)}
     launch(_output, (cut[0], heads, batch), *tensors, *numbers, **options)
     return [tops]
-
-
-def backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    state: list[Tensor],
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    kind: int,
-) -> None:
-    """Fill dq, dk and dv."""
-    options = sizes(q, v, kind) | {"MASKED": mask is not None, "CHUNK": GRADIENT_CHUNK}
-    queries = [*state, *(torch.empty_like(state[0]) for _ in range(2))]
-    _half(q, g, k, v, mask, queries, dq, dv, options | {"REVERSE": False})
-    _half(k, v, q, g, mask, queries, dk, dv, options | {"REVERSE": True})
-
-
-def _half(
-    a: Tensor,
-    u: Tensor,
-    b: Tensor,
-    x: Tensor,
-    mask: Tensor | None,
-    queries: list[Tensor],
-    da: Tensor,
-    dx: Tensor,
-    options: dict,
-) -> None:
-    (batch, heads, rows, _), columns = a.shape, b.shape[2]
-    length = max(rows, columns)
-    cut = parts_of(length, batch * heads, GRADIENT_CHUNK, PROGRAMS)
-    before = _before(b, x, mask, queries, cut, options)
-    tensors = a, u, b, x, a if mask is None else mask, *queries, da, dx, *before
-    numbers = heads, rows, columns, cut[1], length, *strides(a, u, b, x, da, dx)
-    launch(_gradients, (cut[0], heads, batch), *tensors, *numbers, **options, **_tile(a, u))

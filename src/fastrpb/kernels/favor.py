@@ -8,10 +8,8 @@ kernels scale r instead. Normalised as in `linear`, with f for a row and a sign,
 
 features attend to the keys, then queries to the features; |q|² cancels. Each takes its largest
 logarithm off as it goes, along the rows of a tile, be they features or queries. There are many
-features, so that programs take SOME rows of the projection at a time, for both signs, and compute
-features anew rather than store them. Backward, with g the gradient of y: t = g·uᵀ, e_n = Σ_f p·t,
-d log p = p(t - e), dq = Σ_f d log p·f, du = pᵀ·g, dc = Σ_n d log p; then
-d log a = a(v·duᵀ + dc - u·du), dv = a·du and dk = Σ_f d log a·f - k·Σ_f d log a.
+features, so that programs take SOME rows of the projection at a time, for both signs.
+`favor_gradients` goes back.
 """
 
 import torch
@@ -39,7 +37,7 @@ PROGRAMS = 1056  # fill a large GPU
 
 
 @triton.jit
-def _rows(projection, j, COUNT: tl.constexpr, DIM: tl.constexpr, INNER: tl.constexpr):
+def projection_rows(projection, j, COUNT: tl.constexpr, DIM: tl.constexpr, INNER: tl.constexpr):
     """Rows j of R·dim^(-1/4): (SOME, INNER), zeros beyond."""
     d = tl.arange(0, INNER)[None, :]
     inside = (j < COUNT)[:, None] & (d < DIM)
@@ -48,20 +46,20 @@ def _rows(projection, j, COUNT: tl.constexpr, DIM: tl.constexpr, INNER: tl.const
 
 
 @triton.jit
-def _load(x, sn, n, keep, DIM: tl.constexpr, INNER: tl.constexpr, FULL: tl.constexpr):
+def load_scaled(x, sn, n, keep, DIM: tl.constexpr, INNER: tl.constexpr, FULL: tl.constexpr):
     """Queries or keys, as precise as the values are to be."""
     rows = load(x, sn, n, keep, DIM, INNER)
     return rows.to(tl.float32) if FULL else rows
 
 
 @triton.jit
-def _half_square(x, DIM: tl.constexpr):
+def half_square(x, DIM: tl.constexpr):
     wide = x.to(tl.float32)
     return tl.sum(wide * wide, 1) * (DIM**-0.5 / 2)
 
 
 @triton.jit
-def _values(means, at, VWIDTH: tl.constexpr):
+def load_values(means, at, VWIDTH: tl.constexpr):
     """Rows of u or du: (SOME, VWIDTH)."""
     return tl.load(means + at[:, None] * VWIDTH + tl.arange(0, VWIDTH)[None, :])
 
@@ -114,7 +112,7 @@ def _keys(
     v += b * vb + h * vh
     mask += b * count
     j = some * SOME + tl.arange(0, SOME)
-    rows = _rows(projection, j, COUNT, DIM, INNER)
+    rows = projection_rows(projection, j, COUNT, DIM, INNER)
     top = tl.full((SOME,), HIDDEN, tl.float32)
     norm = tl.zeros((SOME,), tl.float32)
     total = tl.zeros((SOME, VWIDTH), tl.float32)
@@ -123,10 +121,10 @@ def _keys(
     for start in tl.range(part * share, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
         keep = kept(mask, n, end, MASKED)
-        x = _load(k, kn, n, keep, DIM, INNER, FULL)
+        x = load_scaled(k, kn, n, keep, DIM, INNER, FULL)
         values = load(v, vn, n, keep, VDIM, VWIDTH)
         along = dot(rows, tl.trans(x), tl.zeros((SOME, BLOCK), tl.float32), FULL)
-        half = _half_square(x, DIM)[None, :]
+        half = half_square(x, DIM)[None, :]
         top, norm, total = _add_keys(along - half, keep, values, top, norm, total, FULL)
         top2, norm2, total2 = _add_keys(-along - half, keep, values, top2, norm2, total2, FULL)
     parts = tl.num_programs(0) // (ROWS // SOME)
@@ -188,21 +186,21 @@ def _queries(
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     line = b * heads + h
-    x = _load(q + b * qb + h * qh, qn, n, n < count, DIM, INNER, FULL)
+    x = load_scaled(q + b * qb + h * qh, qn, n, n < count, DIM, INNER, FULL)
     ROUND: tl.constexpr = y.dtype.element_ty == tl.bfloat16
     top = tl.full((BLOCK,), HIDDEN, tl.float32)
     norm = tl.zeros((BLOCK,), tl.float32)
     out = tl.zeros((BLOCK, VWIDTH), tl.float32)
     for first in tl.range(0, ROWS, SOME):
         j = first + tl.arange(0, SOME)
-        rows = _rows(projection, j, COUNT, DIM, INNER)
+        rows = projection_rows(projection, j, COUNT, DIM, INNER)
         along = dot(x, tl.trans(rows), tl.zeros((BLOCK, SOME), tl.float32), FULL)
         at = line * 2 * ROWS + j
         logs = along + tl.load(offsets + at)[None, :]
-        u = _values(means, at, VWIDTH)
+        u = load_values(means, at, VWIDTH)
         top, norm, out = _add_features(logs, u, top, norm, out, FULL, ROUND)
         logs = tl.load(offsets + at + ROWS)[None, :] - along
-        u = _values(means, at + ROWS, VWIDTH)
+        u = load_values(means, at + ROWS, VWIDTH)
         top, norm, out = _add_features(logs, u, top, norm, out, FULL, ROUND)
     out /= norm[:, None]
     if PLUS:
@@ -211,237 +209,7 @@ def _queries(
     tl.store(levels + line * count + n, top + tl.log(norm), mask=n < count)
 
 
-@triton.jit
-def _seen(along, upstream, level, means, offsets, at, VWIDTH: tl.constexpr, FULL: tl.constexpr):
-    """The weights p of some features, and t."""
-    p = tl.exp(along + tl.load(offsets + at)[None, :] - level)
-    u = _values(means, at, VWIDTH)
-    return p, dot(upstream, tl.trans(u), tl.zeros(along.shape, tl.float32), FULL)
-
-
-@triton.jit
-def _query_gradients(
-    q,
-    projection,
-    g,
-    dq,
-    means,
-    offsets,
-    levels,
-    inner,
-    heads,
-    count,
-    qb,
-    qh,
-    qn,
-    gb,
-    gh,
-    gn,
-    db,
-    dh,
-    dn,
-    DIM: tl.constexpr,
-    INNER: tl.constexpr,
-    COUNT: tl.constexpr,
-    ROWS: tl.constexpr,
-    VDIM: tl.constexpr,
-    VWIDTH: tl.constexpr,
-    FULL: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SOME: tl.constexpr,
-):
-    """dq and e, which takes a first round over the features."""
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    line = b * heads + h
-    x = _load(q + b * qb + h * qh, qn, n, n < count, DIM, INNER, FULL)
-    upstream = load(g + b * gb + h * gh, gn, n, n < count, VDIM, VWIDTH)
-    level = tl.load(levels + line * count + n, mask=n < count, other=-HIDDEN)[:, None]
-    e = tl.zeros((BLOCK,), tl.float32)
-    for first in tl.range(0, ROWS, SOME):
-        j = first + tl.arange(0, SOME)
-        rows = _rows(projection, j, COUNT, DIM, INNER)
-        along = dot(x, tl.trans(rows), tl.zeros((BLOCK, SOME), tl.float32), FULL)
-        at = line * 2 * ROWS + j
-        p, t = _seen(along, upstream, level, means, offsets, at, VWIDTH, FULL)
-        e += tl.sum(p * t, 1)
-        at += ROWS
-        p, t = _seen(-along, upstream, level, means, offsets, at, VWIDTH, FULL)
-        e += tl.sum(p * t, 1)
-    gradient = tl.zeros((BLOCK, INNER), tl.float32)
-    for first in tl.range(0, ROWS, SOME):
-        j = first + tl.arange(0, SOME)
-        rows = _rows(projection, j, COUNT, DIM, INNER)
-        along = dot(x, tl.trans(rows), tl.zeros((BLOCK, SOME), tl.float32), FULL)
-        at = line * 2 * ROWS + j
-        p, t = _seen(along, upstream, level, means, offsets, at, VWIDTH, FULL)
-        change = p * (t - e[:, None])
-        at += ROWS
-        p, t = _seen(-along, upstream, level, means, offsets, at, VWIDTH, FULL)
-        gradient = dot(change - p * (t - e[:, None]), rows, gradient, FULL)
-    store(dq + b * db + h * dh, dn, n, count, gradient, DIM, INNER)
-    tl.store(inner + line * count + n, e, mask=n < count)
-
-
-@triton.jit
-def _feature_gradients(
-    q,
-    projection,
-    g,
-    means,
-    offsets,
-    levels,
-    inner,
-    d_means,
-    d_offsets,
-    heads,
-    count,
-    share,
-    qb,
-    qh,
-    qn,
-    gb,
-    gh,
-    gn,
-    DIM: tl.constexpr,
-    INNER: tl.constexpr,
-    COUNT: tl.constexpr,
-    ROWS: tl.constexpr,
-    VDIM: tl.constexpr,
-    VWIDTH: tl.constexpr,
-    FULL: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SOME: tl.constexpr,
-):
-    """du and dc of some features over a share of the queries."""
-    part, some = tl.program_id(0) // (ROWS // SOME), tl.program_id(0) % (ROWS // SOME)
-    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    line = b * heads + h
-    q += b * qb + h * qh
-    g += b * gb + h * gh
-    j = some * SOME + tl.arange(0, SOME)
-    rows = _rows(projection, j, COUNT, DIM, INNER)
-    at = line * 2 * ROWS + j
-    u, u2 = _values(means, at, VWIDTH), _values(means, at + ROWS, VWIDTH)
-    c = tl.load(offsets + at)[:, None]
-    c2 = tl.load(offsets + at + ROWS)[:, None]
-    du, du2 = tl.zeros((SOME, VWIDTH), tl.float32), tl.zeros((SOME, VWIDTH), tl.float32)
-    dc, dc2 = tl.zeros((SOME,), tl.float32), tl.zeros((SOME,), tl.float32)
-    nothing = tl.zeros((SOME, BLOCK), tl.float32)
-    end = tl.minimum(count, (part + 1) * share)
-    for start in tl.range(part * share, end, BLOCK):
-        n = start + tl.arange(0, BLOCK)
-        x = _load(q, qn, n, n < end, DIM, INNER, FULL)
-        upstream = load(g, gn, n, n < end, VDIM, VWIDTH)
-        # Of what is beyond the end, p is 0.
-        level = tl.load(levels + line * count + n, mask=n < end, other=-HIDDEN)[None, :]
-        e = tl.load(inner + line * count + n, mask=n < end, other=0.0)[None, :]
-        along = dot(rows, tl.trans(x), nothing, FULL)
-        p = tl.exp(along + c - level)
-        dc += tl.sum(p * (dot(u, tl.trans(upstream), nothing, FULL) - e), 1)
-        du = dot(p, upstream, du, FULL)
-        p = tl.exp(c2 - along - level)
-        dc2 += tl.sum(p * (dot(u2, tl.trans(upstream), nothing, FULL) - e), 1)
-        du2 = dot(p, upstream, du2, FULL)
-    parts = tl.num_programs(0) // (ROWS // SOME)
-    at = (line * parts + part) * 2 * ROWS + j
-    column = tl.arange(0, VWIDTH)[None, :]
-    tl.store(d_means + at[:, None] * VWIDTH + column, du)
-    tl.store(d_means + (at + ROWS)[:, None] * VWIDTH + column, du2)
-    tl.store(d_offsets + at, dc)
-    tl.store(d_offsets + at + ROWS, dc2)
-
-
-@triton.jit
-def _key_changes(
-    logs,
-    values,
-    offsets,
-    d_means,
-    d_log,
-    at,
-    real,
-    keep,
-    dv,
-    VWIDTH: tl.constexpr,
-    FULL: tl.constexpr,
-):
-    """d log a of some features, and dv gone on with."""
-    du = _values(d_means, at, VWIDTH)
-    counts = keep[:, None] & real[None, :]
-    a = tl.exp(tl.where(counts, logs - tl.load(offsets + at)[None, :], HIDDEN))
-    da = dot(values, tl.trans(du), tl.zeros(logs.shape, tl.float32), FULL)
-    return a * (da + tl.load(d_log + at)[None, :]), dot(a, du, dv, FULL)
-
-
-@triton.jit
-def _key_gradients(
-    k,
-    v,
-    mask,
-    projection,
-    dk,
-    dv,
-    offsets,
-    d_means,
-    d_log,
-    heads,
-    count,
-    kb,
-    kh,
-    kn,
-    vb,
-    vh,
-    vn,
-    dkb,
-    dkh,
-    dkn,
-    dvb,
-    dvh,
-    dvn,
-    DIM: tl.constexpr,
-    INNER: tl.constexpr,
-    COUNT: tl.constexpr,
-    ROWS: tl.constexpr,
-    VDIM: tl.constexpr,
-    VWIDTH: tl.constexpr,
-    FULL: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SOME: tl.constexpr,
-):
-    """dk and dv, zero where masked."""
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    line = b * heads + h
-    keep = kept(mask + b * count, n, count, MASKED)
-    x = _load(k + b * kb + h * kh, kn, n, keep, DIM, INNER, FULL)
-    values = load(v + b * vb + h * vh, vn, n, keep, VDIM, VWIDTH)
-    half = _half_square(x, DIM)[:, None]
-    gradient = tl.zeros((BLOCK, INNER), tl.float32)
-    d_values = tl.zeros((BLOCK, VWIDTH), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for first in tl.range(0, ROWS, SOME):
-        j = first + tl.arange(0, SOME)
-        real, at = j < COUNT, line * 2 * ROWS + j
-        rows = _rows(projection, j, COUNT, DIM, INNER)
-        along = dot(x, tl.trans(rows), tl.zeros((BLOCK, SOME), tl.float32), FULL)
-        change, d_values = _key_changes(
-            *(along - half, values, offsets, d_means, d_log),
-            *(at, real, keep, d_values, VWIDTH, FULL),
-        )
-        change2, d_values = _key_changes(
-            *(-along - half, values, offsets, d_means, d_log),
-            *(at + ROWS, real, keep, d_values, VWIDTH, FULL),
-        )
-        gradient = dot(change - change2, rows, gradient, FULL)
-        total += tl.sum(change + change2, 1)
-    gradient -= x.to(tl.float32) * (total * DIM**-0.5)[:, None]
-    store(dk + b * dkb + h * dkh, dkn, n, count, gradient, DIM, INNER)
-    store(dv + b * dvb + h * dvh, dvn, n, count, d_values, VDIM, VWIDTH)
-
-
-def _constants(q: Tensor, v: Tensor, projection: Tensor) -> tuple[dict, dict]:
+def constants_of(q: Tensor, v: Tensor, projection: Tensor) -> tuple[dict, dict]:
     """Those that all kernels take, and the sizes of what they hold of the features."""
     dim, v_dim, features = q.shape[-1], v.shape[-1], favor_features(len(projection))
     constants = {
@@ -452,7 +220,7 @@ def _constants(q: Tensor, v: Tensor, projection: Tensor) -> tuple[dict, dict]:
     return constants, {"WIDTH": features, "VWIDTH": constants["VWIDTH"]}
 
 
-def _shares(length: int, batch_heads: int, constants: dict) -> tuple[int, int, int]:
+def shares(length: int, batch_heads: int, constants: dict) -> tuple[int, int, int]:
     """Parts of a sequence, their length, and the programs of one sequence."""
     blocks = constants["ROWS"] // FEATURES["SOME"]
     parts, share = parts_of(length, batch_heads * blocks, FEATURES["BLOCK"], PROGRAMS)
@@ -470,8 +238,8 @@ def forward(
 ) -> list[Tensor]:
     """Fill y; returns u, c and s, which the gradients need."""
     (batch, heads, n, _), m = k.shape, q.shape[2]
-    constants, sizes = _constants(q, v, projection)
-    parts, share, programs = _shares(n, batch * heads, constants)
+    constants, sizes = constants_of(q, v, projection)
+    parts, share, programs = shares(n, batch * heads, constants)
     sums, norms = buffers(k, parts, sizes)
     shifts = torch.empty_like(norms)
     tensors = k, v, k if mask is None else mask, projection, sums, norms, shifts
@@ -487,39 +255,3 @@ def forward(
     options = {**constants, "PLUS": plus is not None, **TOKENS}
     launch(_queries, (ceil_div(m, TOKENS["BLOCK"]), heads, batch), *tensors, *numbers, **options)
     return [means, offsets, levels]
-
-
-def backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    state: list[Tensor],
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    projection: Tensor,
-) -> None:
-    """Fill dq, dk and dv."""
-    (batch, heads, n, _), m = k.shape, q.shape[2]
-    constants, sizes = _constants(q, v, projection)
-    means, offsets, levels = state
-    inner = torch.empty_like(levels)
-    tensors = q, projection, g, dq, *state, inner
-    numbers = heads, m, *strides(q, g, dq)
-    grid = ceil_div(m, TOKENS["BLOCK"]), heads, batch
-    launch(_query_gradients, grid, *tensors, *numbers, **constants, **TOKENS)
-    parts, share, programs = _shares(m, batch * heads, constants)
-    d_sums, d_parts = buffers(q, parts, sizes)
-    tensors = q, projection, g, *state, inner, d_sums, d_parts
-    numbers = heads, m, share, *strides(q, g)
-    grid = programs, heads, batch
-    launch(_feature_gradients, grid, *tensors, *numbers, **constants, **FEATURES)
-    d_means, d_offsets = merged(d_sums, d_parts, None, sizes)
-    d_log = d_offsets - (means * d_means).sum(-1)
-    tensors = k, v, k if mask is None else mask, projection, dk, dv, offsets, d_means, d_log
-    numbers = heads, n, *strides(k, v, dk, dv)
-    options = {**constants, "MASKED": mask is not None, **TOKENS}
-    grid = ceil_div(n, TOKENS["BLOCK"]), heads, batch
-    launch(_key_gradients, grid, *tensors, *numbers, **options)

@@ -17,9 +17,7 @@ element and head, w for each head, such that no input overflows. Sums are float3
 are cut into chunks that bound the scratch memory.
 """
 
-import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import triton
@@ -28,7 +26,8 @@ from torch import Tensor
 
 from fastrpb.kernels.direct import COPIES, diagonals
 from fastrpb.kernels.launch import ceil_div, launch, tile_width
-from fastrpb.kernels.layout import largest, largest_weight, unit
+from fastrpb.kernels.layout import largest, unit
+from fastrpb.kernels.spectra import Cut, tabulate, untabulate
 
 MIX_IN = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
 MIX = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
@@ -37,17 +36,7 @@ BLOCKS = {"BM": 128, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
 BLOCKS_64 = {"BM": 64, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 2}
 LAGS = {"BT": 64, "BK": 64, "num_warps": 4, "num_stages": 3}
 FEW_LAGS = {"BT": 64, "BK": 64, "num_warps": 2, "num_stages": 1}  # where one step takes all columns
-FOLD, TABULATE, UNTABULATE = 32, 32, 16  # tiles of the small kernels that prepare the weights
-MANY = 4096  # spectra, to tabulate them in larger tiles
 LEAST = 1 << 24  # bytes of scratch memory that are never worth saving
-
-
-class Cut(NamedTuple):
-    """N <= outer·inner·size positions: P = outer·inner blocks of `size` = L."""
-
-    outer: int
-    inner: int
-    size: int
 
 
 def cut(length: int, dtype: torch.dtype, *, gradients: bool = False) -> Cut:
@@ -83,93 +72,6 @@ def _waves(out, depth, columns, step, offset, period, scale, BLOCK: tl.constexpr
     wave = scale * sign * tl.where(row % 2 == second, tl.cos(angle), tl.sin(angle))
     at = (e * tl.num_programs(1) + row) * columns + k
     tl.store(out + at, wave.to(out.dtype.element_ty), mask=k < columns)
-
-
-@triton.jit
-def _fold(w, out, distances, first, sign, P, L: tl.constexpr, TILE: tl.constexpr):
-    """out[h, δ+L, q] = w_d at d = sign·(qL+δ), q modulo 4P; zero where P <= |q|."""
-    h = tl.program_id(2)
-    i = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
-    t = tl.program_id(0) * TILE + tl.arange(0, TILE)[None, :]
-    q = tl.where(t < P, t, t - 4 * P)
-    j = sign * (q * L + i - L) - first
-    there = (i > 0) & (q >= -P) & (j >= 0) & (j < distances)
-    tile = tl.load(w + h.to(tl.int64) * distances + j, mask=there, other=0.0)
-    tl.store(out + (h * 2 * L + i).to(tl.int64) * (4 * P) + t, tile, mask=t < 4 * P)
-
-
-@triton.jit
-def _harmonic(e, outer, inner):
-    """Where the frequency e = (f1, f2) stands in a real transform over 4P; -1 if conjugated."""
-    k = 2 * (e // inner + 2 * outer * (e % inner)) + 1
-    half = 2 * outer * inner
-    return tl.where(k < half, k, 2 * half - k), tl.where(k < half, 1.0, -1.0)
-
-
-@triton.jit
-def _tabulate(
-    spectra,
-    top,
-    table,
-    outer,
-    inner,
-    extra,
-    L: tl.constexpr,
-    COPIES: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """table[h, f, part, r, δ+L+r] = a_f[δ] = Σ_q w_{qL+δ}·exp(iω_f·q), scaled: 8 shifted copies."""
-    h, P = tl.program_id(2), outer * inner
-    e = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
-    i = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
-    k, sign = _harmonic(e, outer, inner)
-    at = spectra + ((h * 2 * L + i).to(tl.int64) * (2 * P + 1) + k) * 2
-    scale = unit(tl.load(top + h)) * extra
-    real = tl.load(at, mask=e < P, other=0.0) * scale
-    imaginary = -tl.load(at + 1, mask=e < P, other=0.0) * scale * sign
-    row = table + (h * P + e).to(tl.int64) * (2 * COPIES * 2 * L)
-    for r in tl.static_range(COPIES):
-        fits = (e < P) & (i + r < 2 * L)
-        tl.store(row + r * 2 * L + i + r, real.to(tl.float16), mask=fits)
-        tl.store(row + (COPIES + r) * 2 * L + i + r, imaginary.to(tl.float16), mask=fits)
-
-
-@triton.jit
-def _untabulate(sums, spectra, outer, inner, L: tl.constexpr, BT: tl.constexpr, TILE: tl.constexpr):
-    """The adjoint of `_tabulate`, from the diagonals that `_block_lags` gives."""
-    h, P = tl.program_id(2), outer * inner
-    e = tl.program_id(0) * TILE + tl.arange(0, TILE)[None, :]
-    i = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
-    k, sign = _harmonic(e, outer, inner)
-    ways: tl.constexpr = 2 * (L // BT) - 1
-    # Of the blocks of distances u = -L/BT.. the upper diagonals of way u and the lower ones of the
-    # next; the first has no upper and the last no lower ones.
-    way = i // BT - 1
-    at = sums + ((h * P + e).to(tl.int64) * 2 * ways + way) * (2 * BT) + i % BT
-    upper, lower = (e < P) & (way >= 0), (e < P) & (way + 1 < ways)
-    part = ways * 2 * BT
-    real = tl.load(at, mask=upper, other=0.0) + tl.load(at + 3 * BT, mask=lower, other=0.0)
-    at += part
-    imaginary = tl.load(at, mask=upper, other=0.0) + tl.load(at + 3 * BT, mask=lower, other=0.0)
-    out = spectra + ((h * 2 * L + i).to(tl.int64) * (2 * P + 1) + k) * 2
-    tl.store(out, real / 2, mask=e < P)
-    tl.store(out + 1, -imaginary * sign / 2, mask=e < P)
-
-
-@triton.jit
-def _unfold(folded, norm, dw, distances, first, P, L: tl.constexpr, TILE: tl.constexpr):
-    """The adjoint of `_fold`: each distance is that of two pairs (q, δ)."""
-    h = tl.program_id(1)
-    j = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    d = j + first + P * L  # from 0 on
-    q, i = d // L - P, d % L + L
-    row = folded + (h * 2 * L + i).to(tl.int64) * (4 * P)
-    inside = j < distances
-    here = tl.load(row + tl.where(q < 0, q + 4 * P, q), mask=inside, other=0.0)
-    row -= L * 4 * P.to(tl.int64)
-    q += 1
-    after = tl.load(row + tl.where(q < 0, q + 4 * P, q), mask=inside & (q < P), other=0.0)
-    tl.store(dw + h.to(tl.int64) * distances + j, (here + after) * tl.load(norm + h), mask=inside)
 
 
 @triton.jit
@@ -360,11 +262,10 @@ class _Blocked:
     """The launches for sequences of up to P = outer·inner blocks of L positions."""
 
     def __init__(self, where: Cut, v: Tensor):
-        self.outer, self.inner, self.size = where
-        self.blocks = self.outer * self.inner
+        self.inner, self.size, self.blocks = where.inner, where.size, where.blocks
         self.cast = v.dtype == torch.bfloat16
         new = lambda *shape: torch.empty(shape, dtype=torch.float16, device=v.device)  # noqa: E731
-        outer, inner = self.outer, self.inner
+        outer, inner = where.outer, where.inner
         self.first = new(1, 2 * outer, outer)
         grid = ceil_div(outer, 256), 2 * outer, 1
         launch(_waves, grid, self.first, outer, outer, 2, 0, 4 * outer, outer**-0.5, BLOCK=256)
@@ -373,38 +274,6 @@ class _Blocked:
             grid = ceil_div(2 * inner, 256), 2 * inner, outer
             numbers = inner, 2 * inner, 4 * outer, 2, 4 * self.blocks, inner**-0.5
             launch(_waves, grid, self.second, *numbers, BLOCK=256)
-
-    def spectrum(self, w: Tensor, first: int, sign: int) -> tuple[Tensor, Tensor, float]:
-        """The table of all A_f, the largest of w for each head, and the factor to undo."""
-        size, blocks = self.size, self.blocks
-        heads, distances = w.shape
-        # |Z| <= L·|A|·|X| with |A| <= 2P and |X| <= √P must fit float16, whose largest is 65504.
-        extra = 2.0 ** min(0, 15 - math.ceil(math.log2(2 * size * blocks**1.5)))
-        top = largest_weight(w)
-        folded = w.new_empty(heads, 2 * size, 4 * blocks)
-        grid = ceil_div(4 * blocks, FOLD), 2 * size // FOLD, heads
-        launch(_fold, grid, w, folded, distances, first, sign, blocks, L=size, TILE=FOLD)
-        spectra = torch.view_as_real(torch.fft.rfft(folded))
-        table = w.new_empty(heads, blocks, 2, COPIES, 2 * size, dtype=torch.float16)
-        tile = TABULATE if heads * blocks < MANY else 2 * TABULATE
-        grid = ceil_div(blocks, tile), 2 * size // tile, heads
-        numbers = self.outer, self.inner, extra
-        launch(_tabulate, grid, spectra, top, table, *numbers, L=size, COPIES=COPIES, TILE=tile)
-        return table, top, 1 / extra
-
-    def distances(self, sums: Tensor, norm: Tensor, first: int, distances: int) -> Tensor:
-        """The adjoint of `spectrum`: dw from the diagonals of all blocks."""
-        size, blocks, heads = self.size, self.blocks, len(sums)
-        spectra = sums.new_zeros(heads, 2 * size, 2 * blocks + 1, 2)
-        grid = ceil_div(blocks, UNTABULATE), 2 * size // UNTABULATE, heads
-        numbers = self.outer, self.inner
-        constants = {"L": size, "BT": sums.shape[-1], "TILE": UNTABULATE}
-        launch(_untabulate, grid, sums, spectra, *numbers, **constants)
-        folded = torch.fft.irfft(torch.view_as_complex(spectra), n=4 * blocks, norm="forward")
-        dw = sums.new_empty(heads, distances)
-        grid = ceil_div(distances, 256), heads
-        launch(_unfold, grid, folded, norm, dw, distances, first, blocks, L=size, TILE=256)
-        return dw
 
     def analyse(self, v: Tensor, top: Tensor) -> Tensor:
         """X = F·V in float16: (batch, heads, 2P·L, dim)."""
@@ -478,9 +347,10 @@ def product(w: Tensor, v: Tensor, y: Tensor, first: int) -> None:
     w (heads, K) holds the distances first..first+K-1. Beyond y this takes about half the memory of
     v up to 4096 positions, where speed allows it, and two to four times that of v beyond.
     """
-    blocked = _Blocked(cut(max(v.shape[2], y.shape[2]), v.dtype), v)
-    table, w_top, factor = blocked.spectrum(w, first, 1)
-    scratch = 0.4 if blocked.blocks * blocked.size <= 4096 else 2.1
+    where = cut(max(v.shape[2], y.shape[2]), v.dtype)
+    blocked = _Blocked(where, v)
+    table, w_top, factor = tabulate(w, where, first, 1)
+    scratch = 0.4 if where.blocks * where.size <= 4096 else 2.1
     top = largest(v)
     for bs, hs in blocked.chunks(v, scratch):
         z = blocked.multiply(table[hs], blocked.analyse(v[bs, hs], top[bs, hs]))
@@ -491,24 +361,25 @@ def product(w: Tensor, v: Tensor, y: Tensor, first: int) -> None:
 def gradients(w: Tensor, v: Tensor, g: Tensor, dv: Tensor, first: int) -> Tensor:
     """dv[m] = Σ_d w_d · g[m-d], and returned dw_d = Σ_n ⟨g[n], v[n+d]⟩ in float32."""
     heads, distances = w.shape
-    blocked = _Blocked(cut(max(v.shape[2], g.shape[2]), v.dtype, gradients=True), v)
-    table, w_top, factor = blocked.spectrum(w, first, -1)
+    where = cut(max(v.shape[2], g.shape[2]), v.dtype, gradients=True)
+    blocked = _Blocked(where, v)
+    table, w_top, factor = tabulate(w, where, first, -1)
     v_top, g_top = largest(v), largest(g)
     norm = (v_top * g_top).amax(0).clamp(min=torch.finfo(torch.float32).tiny)
     columns = v.shape[0] * v.shape[3]
     tile = LAGS if columns > LAGS["BK"] else FEW_LAGS | {"BK": tile_width(columns)}
-    ways = 2 * (blocked.size // tile["BT"]) - 1
-    sums = w.new_zeros(heads, blocked.blocks, 2, ways, 2, tile["BT"])
+    ways = 2 * (where.size // tile["BT"]) - 1
+    sums = w.new_zeros(heads, where.blocks, 2, ways, 2, tile["BT"])
     for bs, hs in blocked.chunks(v, 2.1):
         gs = blocked.analyse(g[bs, hs], g_top[bs, hs])
         xs = blocked.analyse(v[bs, hs], v_top[bs, hs])
         batch, some, _, dim = xs.shape
-        grid = ways, blocked.blocks, some
-        numbers = batch * dim, heads, blocked.blocks, *gs.stride()[:2], *xs.stride()[:2]
+        grid = ways, where.blocks, some
+        numbers = batch * dim, heads, where.blocks, *gs.stride()[:2], *xs.stride()[:2]
         tensors = gs, xs, g_top[bs, hs], v_top[bs, hs], norm[hs], sums[hs]
-        launch(_block_lags, grid, *tensors, *numbers, L=blocked.size, DIM=dim, **tile)
+        launch(_block_lags, grid, *tensors, *numbers, L=where.size, DIM=dim, **tile)
         del xs
         z = blocked.multiply(table[hs], gs)
         blocked.synthesise(z, dv[bs, hs], g_top[bs, hs], w_top[hs], factor)
         del gs, z
-    return blocked.distances(sums, norm, first, distances)
+    return untabulate(sums, norm, where, first, distances)

@@ -206,8 +206,7 @@ def _attention_backward(
     causal: bool,
     inside: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from fastrpb.kernels import causal as causal_attention  # noqa: PLC0415
-    from fastrpb.kernels import favor, linear  # noqa: PLC0415
+    from fastrpb.kernels import causal_gradients, favor_gradients, linear  # noqa: PLC0415
 
     dq, dk, dv = (_like(x, x.shape[2], inside) for x in (q, k, v))
     if not len(q):
@@ -215,9 +214,9 @@ def _attention_backward(
     mask = None if mask is None else mask.contiguous()
     g, q, k, v = (_rows(x) for x in (g, q, k, v))
     if projection is not None:
-        favor.backward(g, q, k, v, mask, state, dq, dk, dv, projection.contiguous())
+        favor_gradients.backward(g, q, k, v, mask, state, dq, dk, dv, projection.contiguous())
     else:
-        form = causal_attention if causal else linear
+        form = causal_gradients if causal else linear
         form.backward(g, q, k, v, mask, state, dq, dk, dv, kind)
     return dq, dk, dv
 
