@@ -152,7 +152,8 @@ def test_the_readme_shows_what_the_gpu_took():
     for forward, backward in zip(gpu["W·V, forward"], both, strict=True):
         length = forward["shape"][2]
         cells = [thousands(length), f"{forward['ms']:.2f} ms"]
-        cells += [times(forward[x], backward[x]) for x in ("fft /", "plain rfft /")]
+        fft, plain = (times(forward[x], backward[x]) for x in ("fft /", "plain rfft /"))
+        cells += [fft, f"{forward['called fft /']:.1f}×", plain]
         cells += [f"{forward['/ copy']:.1f}", f"{forward['extra memory / v']:.2f}"]
         flash = attention.get(length)
         names = ("flash / forward", "flash / forward+backward")

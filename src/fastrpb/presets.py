@@ -81,7 +81,7 @@ def digits(attention: Attention, features: Features, position: Position) -> RunC
     return RunConfig("digits", model, epochs=12, batch_size=32, learning_rate=4e-3, warmup=40)
 
 
-# Table 5: the learning rates that a search found without and with FastRPB.
+# Table 4: the learning rates that a search found without and with FastRPB.
 _MNIST_RATES = {
     "softmax": (1.05e-4, 1.35e-4),
     "dpfp": (1.3e-4, 0.7e-4),

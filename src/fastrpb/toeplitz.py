@@ -117,7 +117,7 @@ def toeplitz_matmul(
     prefix: int = 0,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Y = W·v with W[n, m] = w_{m-n}, W never formed: O(N log N) time a channel, O(N) weights.
+    """Y = W·v with W[n, m] = w_{m-n}: without forming W, O(N log N) time a channel, O(N) weights.
 
     Args:
         w: (heads, 2N-1), (2N-1,), or any leading shape that broadcasts with that of v: the weights
@@ -171,7 +171,7 @@ def toeplitz_matmul(
 def toeplitz_matmul_2d(
     w: Tensor, v: Tensor, shape: tuple[int, int], *, impl: Impl = "auto"
 ) -> Tensor:
-    """Y = W·v for the matrix of `toeplitz_2d`, never formed.
+    """Y = W·v for the matrix of `toeplitz_2d`, without forming it where it is large.
 
     Args:
         w: (heads, 2·max(H, W)-1), or without heads: the paper's additive bias. Prop. 2: row sums
