@@ -34,6 +34,7 @@ TOOLS = [
     "data",
     "config",
     "presets",
+    "tables",
     "bench",
     "parts",
     "run",

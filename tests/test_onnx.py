@@ -143,3 +143,14 @@ def test_causal_with_large_keys_to_come(max_length, tmp_path):
             wanted = model(tokens, mask)
         got = run(session, ["tokens", "mask"], (tokens, mask))
         torch.testing.assert_close(got[mask], wanted[mask], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_models_of_few_tokens(length, tmp_path):
+    model = Classifier(ModelConfig(**{**SMALL, "max_length": length})).eval()
+    session = onnxruntime.InferenceSession(export(model, tmp_path / "model.onnx"))
+    tokens, mask = batch(3, length)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            run(session, ["tokens", "mask"], (tokens, mask)), model(tokens, mask)
+        )

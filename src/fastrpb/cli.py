@@ -453,8 +453,9 @@ def export(
 
 def _compare(configs: Sequence[RunConfig], folder: Path, metric: str, **options: Any) -> None:
     """Run a grid, show it going on and its table at the end."""
-    from fastrpb.compare import cells, finished, lines, on_test
     from fastrpb.compare import compare as run_grid
+    from fastrpb.compare import finished
+    from fastrpb.tables import cells, lines, on_test
 
     before = finished(configs, folder)
     if before:

@@ -6,13 +6,12 @@ processes can work at the same one: whoever holds a run's lock trains it.
 
 import os
 import signal
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 
@@ -24,7 +23,7 @@ from fastrpb.parts import load_data
 from fastrpb.presets import COLUMNS, ROWS, best, name_of, preset, row, with_row
 from fastrpb.processes import fresh_processes, keep_freed_memory, start
 from fastrpb.progress import Progress
-from fastrpb.run import BusyError, Run, read_records, refuse_inside_run, same_config
+from fastrpb.run import BusyError, Run, read_records, refuse_runs_in, same_config
 from fastrpb.train import Interruption, train
 
 _LOOK_AGAIN = 1.0  # seconds between looks at the runs of other processes
@@ -102,12 +101,12 @@ def compare(
     if jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1")
     folder = Path(folder)
-    refuse_inside_run(folder)
+    refuse_runs_in(folder)
     done = finished(configs, folder)
     todo = [config for config in dict.fromkeys(configs) if config not in done]
     has_data = bool(todo) or data_dir is not None  # a table alone needs none
     digests = _digests(configs, data_dir) if has_data else {}
-    _check_data(done, folder, digests)
+    _check_data(finished(configs, folder, digests), folder, digests)
     jobs = max(1, min(jobs, len(todo)))
     places = _places(jobs)
     running: dict[Any, tuple[RunConfig, Any, str]] = {}  # by pipe
@@ -144,7 +143,7 @@ def compare(
                 todo = [config for config in todo if config not in done]
     finally:
         _stop({pipe: process for pipe, (_, process, _) in running.items()})
-    done = finished(configs, folder)
+    done = finished(configs, folder, digests)
     _check_data(done, folder, digests)  # what other processes have finished, too
     return list(done.values())
 
@@ -182,11 +181,24 @@ def _places(jobs: int) -> list[str]:
     return [visible[job % count] if count else "" for job in range(jobs)]
 
 
-def finished(configs: Sequence[RunConfig], folder: Path) -> dict[RunConfig, dict[str, Any]]:
-    """The configs that have a record in the folder's results, with it."""
-    records = {same_config(r["config"]): r for r in read_records(folder / "results.jsonl")}
-    keys = {config: same_config(asdict(config)) for config in configs}
-    return {config: records[key] for config, key in keys.items() if key in records}
+def finished(
+    configs: Sequence[RunConfig], folder: Path, digests: Mapping[tuple, str] | None = None
+) -> dict[RunConfig, dict[str, Any]]:
+    """The configs that have a record in the folder's results, with it.
+
+    Of several, the one on the data of these digests, else the last.
+    """
+    records: dict[str, list[dict[str, Any]]] = {}
+    for record in read_records(folder / "results.jsonl"):
+        records.setdefault(same_config(record["config"]), []).append(record)
+    done = {}
+    for config in configs:
+        of_it = records.get(same_config(asdict(config)), [])
+        wanted = (digests or {}).get(_data_of(config))
+        of_it.sort(key=lambda record: record.get("data") == wanted)
+        if of_it:
+            done[config] = of_it[-1]
+    return done
 
 
 def _digests(configs: Sequence[RunConfig], data_dir: str | Path | None) -> dict[tuple, str]:
@@ -210,62 +222,6 @@ def _check_data(
                 f"{folder} has results of other data: {name_of(config)}; take the --data-dir of "
                 "then, or choose another folder by --out"
             )
-
-
-class Cell(NamedTuple):
-    """A cell of a table, over its seeds."""
-
-    mean: float
-    std: float
-    runs: int
-
-    def __str__(self) -> str:
-        return f"{self.mean:.2f}" if self.runs < 2 else f"{self.mean:.2f} ± {self.std:.2f}"
-
-
-Cells = dict[tuple[str, str], Cell]  # by row and column, as `ROWS` and `COLUMNS` have them
-
-
-def lines(cells: Cells, mark: Callable[[tuple[str, str]], str] | None = None) -> list[list[str]]:
-    """A table's words, its head first; what cannot be, or is not there, is N/A.
-
-    >>> lines({("sikf", "none"): Cell(92.5, 0.51, 3)})
-    [['', 'None'], ['Linear, SIKF', '92.50 ± 0.51']]
-    """
-    rows, columns = rows_and_columns(cells)
-    words = mark or (lambda key: str(cells[key]))
-    return [["", *(COLUMNS[column] for column in columns)]] + [
-        [ROWS[name], *(words(key) if (key := (name, c)) in cells else "N/A" for c in columns)]
-        for name in rows
-    ]
-
-
-def rows_and_columns(cells: Iterable[tuple[str, str]]) -> tuple[list[str], list[str]]:
-    """Of a table that has these cells, in the order of the paper's.
-
-    >>> rows_and_columns([("sikf", "rope"), ("softmax", "none"), ("sikf", "none")])
-    (['softmax', 'sikf'], ['none', 'rope'])
-    """
-    rows, columns = map(set, zip(*cells, strict=True))
-    return [x for x in ROWS if x in rows], [x for x in COLUMNS if x in columns]
-
-
-def on_test(metric: str) -> Callable[[dict[str, Any]], float]:
-    """A metric of a record, in per cent."""
-    return lambda record: 100 * record["metrics"]["test"][metric]
-
-
-def cells(records: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> Cells:
-    """Mean and standard deviation of a value of the records, for each row and column."""
-    values: dict[tuple[str, str], list[float]] = {}
-    for record in records:
-        model = record["config"]["model"]
-        name = row(model["attention"], model["features"])
-        values.setdefault((name, model["position"]), []).append(value(record))
-    return {
-        key: Cell(statistics.mean(x), statistics.stdev(x) if len(x) > 1 else 0.0, len(x))
-        for key, x in values.items()
-    }
 
 
 def _train_apart(

@@ -70,15 +70,7 @@ class RunConfig:
         self._check_numbers()
         if self.schedule == "rsqrt" and not self.warmup:
             raise ValueError("schedule='rsqrt' divides by √warmup at first: give warmup ≥ 1")
-        if self.batch_size % self.accumulate:
-            raise ValueError(
-                f"batch_size={self.batch_size} does not part into accumulate={self.accumulate}"
-            )
-        if self.model.head_norm and self.batch_size == self.accumulate:
-            raise ValueError(
-                "head_norm compares the examples of a pass: batch_size/accumulate must be at least "
-                f"2, got {self.batch_size}/{self.accumulate}"
-            )
+        self.check_parts()
         if self.keep == "best" and self.validation == "test":
             raise ValueError(
                 "keep='best' with validation='test' would choose the weights by the test split; "
@@ -112,6 +104,7 @@ class RunConfig:
                 raise ValueError(f"{name}={value} must be from 0 to below {below}")
             if name in ("clip", "eps") and not value:
                 raise ValueError(f"{name}=0 leaves nothing of the gradients; give more")
+            object.__setattr__(self, name, float(value))  # 1 and 1.0 are equal, but not as JSON
         if not isinstance(self.compile, bool):
             raise ValueError(f"compile={self.compile!r} must be true or false")
 
@@ -128,6 +121,18 @@ class RunConfig:
             raise ValueError(
                 f"{self.task} always has {facts.max_length} pixels, "
                 f"but max_length={self.model.max_length}"
+            )
+
+    def check_parts(self, processes: int = 1) -> None:
+        """That a batch parts evenly, into passes that have the examples that a norm compares."""
+        parts, words = processes * self.accumulate, f"accumulate={self.accumulate}"
+        words = words if processes == 1 else f"{processes} processes times {words}"
+        if self.batch_size % parts:
+            raise ValueError(f"batch_size={self.batch_size} does not part into {words}")
+        if self.model.head_norm and self.batch_size == parts:
+            raise ValueError(
+                f"head_norm compares the examples of a pass, and batch_size={self.batch_size} "
+                f"leaves one for each of {words}; it must be at least {2 * parts}"
             )
 
     def check_bias_is_read(self) -> None:

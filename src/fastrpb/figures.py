@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from fastrpb.bias import FastRPB
 from fastrpb.bias2d import FastRPB2d
-from fastrpb.compare import Cells, rows_and_columns
 from fastrpb.presets import COLUMNS, ROWS
+from fastrpb.tables import Cells, rows_and_columns
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 MARKS = ("o", "s", "^", "D", "v", "P", "X")

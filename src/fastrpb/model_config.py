@@ -24,6 +24,7 @@ _SIZES = (
     *("vocab_size", "max_length", "num_classes", "dim", "layers", "heads", "qkv_dim", "mlp_dim"),
     *("filters", "nu", "num_features", "realizations", "sines", "kernel_size"),
 )
+_NUMBERS = ("bias_reach", "bias_threshold", "bias_dropout", "dropout", "attention_dropout")
 _FLAGS = ("head_norm", "causal", "bias_envelope", "bias_symmetric", "attention_gelu", "checkpoint")
 _BY_DEFAULT = ("qkv_dim", "mlp_dim", "filters")  # None: another size decides
 
@@ -107,10 +108,7 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
                     raise ValueError(f"{name}={getattr(self, name)} must be below 2³¹")
         for name in _FLAGS:
             check_flag(name, getattr(self, name))
-        for name in ("dropout", "attention_dropout", "bias_dropout"):
-            check_number(name, getattr(self, name))
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be from 0 to below 1")
+        self._check_numbers()
         if self.causal and self.pooling == "cls":
             raise ValueError(
                 "a causal model's CLS token comes first and sees nothing; use pooling='mean'"
@@ -131,13 +129,21 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
             )
         self._check_bias()
 
-    def _check_bias(self) -> None:
+    def _check_numbers(self) -> None:
+        for name in ("dropout", "attention_dropout", "bias_dropout"):
+            check_number(name, getattr(self, name))
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be from 0 to below 1")
         for name in ("bias_reach", "bias_threshold"):
             check_number(name, getattr(self, name))
         if not 1 <= self.bias_reach <= 1e9:
             raise ValueError(f"bias_reach={self.bias_reach} must be from 1 to 1e9 tokens")
         if not 0 <= self.bias_threshold <= 1e9:
             raise ValueError(f"bias_threshold={self.bias_threshold} must be from 0 to 1e9")
+        for name in _NUMBERS:  # 1 and 1.0 are equal, but not as JSON
+            object.__setattr__(self, name, float(getattr(self, name)))
+
+    def _check_bias(self) -> None:
         if self.position == "fastrpb2d":
             self._check_image()
         if self.bias_symmetric and self.causal and self.position == "fastrpb":

@@ -109,7 +109,7 @@ def _dynamic(name: str, config: ModelConfig) -> dict[int, str]:
 
 
 def _one_length(config: ModelConfig) -> bool:
-    return config.position == "fastrpb2d" or config.max_length == 1
+    return config.position == "fastrpb2d" or config.max_length <= 2  # of which one is too few
 
 
 def _exportable(model: nn.Module, config: ModelConfig) -> nn.Module:

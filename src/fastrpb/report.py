@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.resources import files
 from io import BytesIO
+from itertools import chain, count
 from pathlib import Path
 from string import Template
 from typing import Any, Literal, NamedTuple
@@ -26,12 +27,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from fastrpb import figures
-from fastrpb.compare import Cells, cells, lines, on_test
 from fastrpb.config import changes, completed, flat
 from fastrpb.evaluate import load_run
 from fastrpb.files import replacing, shipped_or
 from fastrpb.presets import CELL, COLUMNS, ROWS
 from fastrpb.run import Run, read_records, same_config
+from fastrpb.tables import Cells, cells, lines, on_test
 
 _PIXEL = (12, 10)  # the paper's
 _OF_A_CELL = (*CELL, "absolute", "learning_rate", "seed")
@@ -115,14 +116,15 @@ def write_report(
 def collect(folders: Iterable[str | Path]) -> list[Entry]:
     """The runs of some folders, by name: finished ones, and those that are still trained."""
     entries: dict[tuple[str, ...], Entry] = {}
-    for folder in map(shipped_or, folders):
+    for folder in map(Path, folders):
+        folder = folder if folder.exists() else shipped_or(folder)  # noqa: PLW2901
         if not folder.exists():
             raise ValueError(f"there is no folder {folder}")
         found = list(_entries(folder) if folder.is_dir() else _recorded(folder))
         if not found:
             if not folder.is_dir():
                 raise ValueError(f"{folder} has no records of runs")
-            inside = [str(x) for x in sorted(folder.iterdir()) if x.is_dir() and [*_entries(x)]]
+            inside = [str(x) for x in sorted(folder.iterdir()) if (x / "results.jsonl").exists()]
             hint = f"; there are some in {', '.join(inside)}" if inside else ""
             raise ValueError(f"{folder} has no runs and no results.jsonl{hint}")
         for entry in found:
@@ -131,13 +133,12 @@ def collect(folders: Iterable[str | Path]) -> list[Entry]:
             key = (same_config(entry.config), _digest(entry) or "", where)
             if key not in entries or entries[key].run is None:
                 entries[key] = entry
-    names: dict[str, int] = {}
-    unique = []
+    unique: dict[str, Entry] = {}
     for entry in entries.values():
-        names[entry.name] = names.get(entry.name, 0) + 1
-        again = names[entry.name]
-        unique.append(replace(entry, name=f"{entry.name}-{again}") if again > 1 else entry)
-    return unique
+        numbered = (f"{entry.name}-{number}" for number in count(2))
+        name = next(name for name in chain([entry.name], numbered) if name not in unique)
+        unique[name] = replace(entry, name=name)
+    return list(unique.values())
 
 
 def _entries(folder: Path) -> Iterator[Entry]:
@@ -170,7 +171,7 @@ def tables_of(records: Sequence[dict[str, Any]]) -> list[Table]:
 def ranks(table: Table) -> dict[tuple[str, str], int]:
     """1 for the best cell and 2 for the second; equal cells share a rank.
 
-    >>> from fastrpb.compare import Cell
+    >>> from fastrpb.tables import Cell
     >>> ranks(Table("", {("sikf", "none"): Cell(9, 0, 1), ("sikf", "rope"): Cell(7, 0, 1)}, "low"))
     {('sikf', 'none'): 2, ('sikf', 'rope'): 1}
     """
@@ -189,7 +190,7 @@ def _marked(table: Table, marks: dict[int, str]) -> list[list[str]]:
 def as_markdown(table: Table) -> str:
     """A table in Markdown.
 
-    >>> from fastrpb.compare import Cell
+    >>> from fastrpb.tables import Cell
     >>> print(as_markdown(Table("%", {("sikf", "none"): Cell(92.5, 0.51, 3)}, "high")))
     %:
     <BLANKLINE>

@@ -77,6 +77,7 @@ class Run:
         if self.exists():
             self.check(asdict(self.config()), config)
             return
+        refuse_runs_in(self.folder.parent)
         self.folder.mkdir(parents=True, exist_ok=True)
         # A process that was killed just here leaves no more than a lock and parts of files. Of a
         # run whose config was lost the others remain.
@@ -252,8 +253,8 @@ def json_object(line: str | bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def refuse_inside_run(folder: Path) -> None:
-    """Runs do not nest: whoever looks at the outer one does not see the others."""
+def refuse_runs_in(folder: Path) -> None:
+    """Refuse a run's folder as that of others: whoever looks at the outer one does not see them."""
     if Run(folder).exists():
         raise ValueError(f"{folder} is a run itself; choose another folder by --out")
 

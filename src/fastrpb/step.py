@@ -9,8 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fastrpb.bias import FastRPB
-from fastrpb.bias2d import FastRPB2d
+from fastrpb.bias_base import Bias
 from fastrpb.config import RunConfig
 from fastrpb.data import Batch, Split
 from fastrpb.parts import build, classify, seed_from, to_device
@@ -65,9 +64,8 @@ class Stepper:
         """One step, with `before` others before it; its mean loss and its accuracy, (2,)."""
         config = self.config
         seed_from("step", config.seed, before, self.accelerator.process_index)
-        factors = (1.0, config.bias_rate)
-        for group, factor in zip(self._optimizer.param_groups, factors, strict=False):
-            group["lr"] = rate * factor
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate * group["factor"]
         chunks = (x.chunk(config.accumulate) for x in batch)
         parts = [Batch(*part) for part in zip(*chunks, strict=True)]
         sums = torch.zeros(2, device=self.accelerator.device)
@@ -102,8 +100,7 @@ def _compile(model: Any, config: RunConfig) -> None:
 
 def _groups(model: nn.Module) -> list[list[str]]:
     """Names of the parameters: w of the biases last, in a group of its own if there are any."""
-    biases = (FastRPB, FastRPB2d)
-    own = {f"{name}.w" for name, part in model.named_modules() if isinstance(part, biases)}
+    own = {f"{name}.w" for name, part in model.named_modules() if isinstance(part, Bias)}
     rest = [name for name, _ in model.named_parameters() if name not in own]
     return [rest, sorted(own)] if own else [rest]
 
@@ -113,7 +110,10 @@ def _optimizer(
 ) -> torch.optim.AdamW:
     named = dict(model.named_parameters())
     decay = config.weight_decay if config.bias_decay is None else config.bias_decay
-    settings = ({"weight_decay": config.weight_decay}, {"weight_decay": decay})
+    settings = (
+        {"weight_decay": config.weight_decay, "factor": 1.0},
+        {"weight_decay": decay, "factor": config.bias_rate},
+    )
     return torch.optim.AdamW(
         [
             {"params": [named[name] for name in names], **of_group}

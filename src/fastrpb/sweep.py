@@ -20,7 +20,7 @@ from fastrpb.evaluate import Metrics
 from fastrpb.files import replacing
 from fastrpb.parts import load_data
 from fastrpb.progress import Progress
-from fastrpb.run import Run, json_object, refuse_inside_run
+from fastrpb.run import Run, json_object, refuse_runs_in
 from fastrpb.train import DivergedError, train
 
 _FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -117,7 +117,7 @@ def _run(folder: Path, rate: float) -> Run:
 def _open(config: RunConfig, folder: Path, digest: str, rates: tuple[float, float]) -> optuna.Study:
     """The study of the folder, with the trials that were cut off in its queue again."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    refuse_inside_run(folder)
+    refuse_runs_in(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "study.lock"):
         # Whole, since a lock that a killed worker left is a link to it.

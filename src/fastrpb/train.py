@@ -228,11 +228,7 @@ class _Trainer:
 
     def _train_batches(self) -> Batches:
         config, processes = self.config, self.accelerator.num_processes
-        if config.batch_size % (processes * config.accumulate):
-            raise ValueError(
-                f"batch_size={config.batch_size} does not part into {processes} processes times "
-                f"accumulate={config.accumulate}"
-            )
+        config.check_parts(processes)
         return Batches(
             self.data.train,
             config.batch_size,

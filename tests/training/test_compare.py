@@ -9,11 +9,13 @@ from dataclasses import asdict
 import pytest
 
 from apart import APART  # noqa: F401, its processes start the grid's too
-from fastrpb.compare import _train_apart, cells, compare, finished, grid, left_out, on_test
+from fastrpb.compare import _train_apart, compare, finished, grid, left_out
 from fastrpb.data import DataError
 from fastrpb.presets import name_of
 from fastrpb.report import collect
 from fastrpb.run import BusyError, Run, append_result, read_lines
+from fastrpb.tables import cells, on_test
+from fastrpb.train import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,6 +39,12 @@ def test_runs_do_not_nest(tmp_path):
     with pytest.raises(ValueError, match="is a run itself; choose another folder by --out"):
         compare(grid("digits", ["sikf"], ["none"], [0], {}), tmp_path, cpu=True)
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_neither_do_single_runs(small, tmp_path):
+    train(small(steps=1), tmp_path / "outer", cpu=True)
+    with pytest.raises(ValueError, match="outer is a run itself; choose another folder by --out"):
+        train(small(steps=1), tmp_path / "outer/inner", cpu=True)
 
 
 def test_a_grid_keeps_the_options_and_the_seeds():
@@ -243,3 +251,12 @@ def test_one_config_on_two_data_has_two_lines(tmp_path):
     for data in ("one", "other", "one"):
         append_result(path, {"name": "a", "config": {}, "data": data})
     assert [line["data"] for line in read_lines(path)] == ["other", "one"]
+
+
+def test_of_two_data_the_records_of_these_count(small, tmp_path):
+    config = small(steps=2)
+    (record,) = compare([config], tmp_path, cpu=True)
+    append_result(tmp_path / "results.jsonl", {**record, "data": "0" * 16, "seconds": 77.0})
+    more = small(steps=3)
+    found = compare([config, more], tmp_path, cpu=True)
+    assert found[0]["seconds"] == record["seconds"]

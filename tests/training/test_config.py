@@ -127,7 +127,7 @@ def test_a_changed_config_has_another_name():
         ({"max_length": 65}, "digits always has 64 pixels"),
         ({"position": "rpe"}, "linear attention never forms"),
         ({"compile": "yes"}, "compile='yes' must be true or false"),
-        ({"head_norm": True, "batch_size": 4, "accumulate": 4}, "head_norm compares.*got 4/4"),
+        ({"head_norm": True, "batch_size": 4, "accumulate": 4}, "head_norm compares.*at least 8"),
     ],
 )
 def test_impossible_values(values, message):
@@ -157,3 +157,10 @@ def test_damaged_configs(tmp_path, change, message):
 def test_a_config_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match=r"cannot read the config .*No such file"):
         load_config(tmp_path / "none.json")
+
+
+def test_whole_numbers_are_the_same_run():
+    whole = override(preset("digits"), {"clip": 1, "dropout": 0, "bias_reach": 4})
+    real = override(preset("digits"), {"clip": 1.0, "dropout": 0.0, "bias_reach": 4.0})
+    assert name_of(whole) == name_of(real)
+    assert to_json(whole) == to_json(real)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from fastrpb import FastRPB, FastRPB2d, load_model, save_model
-from fastrpb.compare import Cell
 from fastrpb.evaluate import load_run
 from fastrpb.figures import (
     biases,
@@ -30,6 +29,7 @@ from fastrpb.report import (
     write_report,
 )
 from fastrpb.run import Run
+from fastrpb.tables import Cell
 from fastrpb.train import train
 from runs import small
 
@@ -413,3 +413,25 @@ def test_light_dark_and_a_phone(browser, report, scheme):
     assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}[scheme]
     assert page.evaluate("document.documentElement.scrollWidth") <= 390  # no sideways scrolling
     assert errors == []
+
+
+def test_a_folder_comes_before_a_shipped_model_of_its_name(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(runs, "mnist")
+    assert {entry.config["task"] for entry in collect(["mnist"])} == {"digits"}
+
+
+def test_a_config_of_another_program_is_none_of_a_run(tmp_path):
+    other = tmp_path / "models/bert/config.json"
+    other.parent.mkdir(parents=True)
+    other.write_text("{}")
+    with pytest.raises(ValueError, match=r"has no runs and no results\.jsonl$"):
+        collect([tmp_path])
+
+
+def test_every_run_has_a_name_of_its_own(tmp_path):
+    folders = [tmp_path / name for name in ("a/foo", "b/foo", "c/foo-2")]
+    for seed, folder in enumerate(folders):
+        folder.mkdir(parents=True)
+        Run(folder).open(small(seed=seed))
+    assert len({entry.name for entry in collect(folders)}) == 3

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastrpb.compare import cells, on_test
 from fastrpb.config import from_json, override, to_json
 from fastrpb.evaluate import load_run, predict
 from fastrpb.figures import biases, weights_of
@@ -16,6 +15,7 @@ from fastrpb.files import SHIPPED, shipped_or
 from fastrpb.model import Classifier
 from fastrpb.presets import BEST, COLUMNS, ROWS, best, preset
 from fastrpb.run import Run, same_config
+from fastrpb.tables import cells, on_test
 
 ROOT = Path(__file__).parents[2]
 PAPER = (ROOT / "docs/reproduction.md").read_text(encoding="utf-8")

@@ -146,3 +146,10 @@ def test_a_study_has_one_range(small, tmp_path):
     with pytest.raises(ValueError, match=r"rates from 0\.0001 to 0\.001, not from 1 to 2; choose"):
         sweep(config, tmp_path, trials=1, low=1, high=2, cpu=True)
     assert sweep(config, tmp_path, trials=1, low=1e-4, high=1e-3, cpu=True).learning_rate >= 1e-4
+
+
+def test_a_study_does_not_lie_in_a_run(small, tmp_path):
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ValueError, match="is a run itself; choose another folder by --out"):
+        sweep(small(steps=2), tmp_path, trials=1, cpu=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]

@@ -357,3 +357,21 @@ def test_the_revision_is_that_of_the_beginning(small, tmp_path, monkeypatch):
     assert (
         train(small(steps=2), tmp_path / "run", cpu=True, on_progress=commit)["revision"] != "later"
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "processes", "words"),
+    [
+        ({"batch_size": 8}, 3, "batch_size=8 does not part into 3 processes times accumulate=1"),
+        (
+            {"batch_size": 8, "accumulate": 4, "head_norm": True},
+            2,
+            "batch_size=8 leaves one for each of 2 processes times accumulate=4; it must be at "
+            "least 16",
+        ),
+    ],
+)
+def test_batches_that_do_not_part(small, changes, processes, words):
+    with pytest.raises(ValueError, match=words):
+        small(**changes).check_parts(processes)
+    small(**{**changes, "batch_size": 48}).check_parts(processes)
