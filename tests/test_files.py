@@ -1,4 +1,5 @@
 import os
+import sys
 
 import pytest
 
@@ -36,3 +37,9 @@ def test_a_device_is_not_replaced(tmp_path):
     with pytest.raises(OSError, match="not a regular file"), replacing(pipe):
         pytest.fail("it was opened")
     assert pipe.is_fifo()
+
+
+def test_without_numpy_the_way_on_is_told(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    with pytest.raises(ImportError, match=r"needs the package numpy: pip install '\.\[model\]'"):
+        write_tensors({}, tmp_path / "x.safetensors", {})

@@ -36,7 +36,8 @@ class FastRPB(Bias):
         causal: only the past, m <= n; stores N weights instead of 2N-1.
         symmetric: w_d = w_{-d}; stores N weights.
         prefix: tokens at the front (CLS) that neither get nor give bias nor shift the positions.
-        init: fills `w` (see `fastrpb.init`). `zero` leaves a trained model as it is.
+        init: fills `w` (see `fastrpb.init`). `zero` leaves a trained model as it is. The module
+            keeps it, so that a lambda cannot be pickled with it.
         envelope: (shortest, longest) scales s_h of a decay, spread over the heads as by
             `init.local`: w_d·exp(-|d|/s_h) counts. So what counts of a weight learns the slower,
             the farther it reaches, and a sum of many far ones cannot become noise. One pass over

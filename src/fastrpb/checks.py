@@ -10,6 +10,8 @@ from torch import Tensor
 def check_tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.is_nested:
+        raise TypeError(f"{name} is a nested tensor; pass a padded one with a mask")
 
 
 def check_floating(name: str, x: Tensor) -> None:

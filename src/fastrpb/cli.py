@@ -60,6 +60,10 @@ def complain(sentence: str) -> None:
         print(f"fastrpb: {sentence}", file=sys.stderr)
 
 
+def _left_out(error: ValueError) -> None:
+    complain(f"left out: {error}")
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(__version__)
@@ -414,7 +418,8 @@ def report(
     if numbers is not None and len(numbers) != 2:
         raise ValueError(f"--pixel takes a row and a column, as 12,10; got {pixel!r}")
     where = (numbers[0], numbers[1]) if numbers else None
-    page = write_report(runs or [Path("runs")], out, pixel=where, bench=bench)
+    folders = runs or [Path("runs")]
+    page = write_report(folders, out, pixel=where, bench=bench, on_damaged=_left_out)
     print(f"look at {page}")
 
 

@@ -111,9 +111,11 @@ def _crc32(tensors: Mapping[str, Tensor], meta: Mapping[str, str]) -> int:
 
 def _safetensors():
     try:
+        import numpy as np  # noqa: F401, PLC0415  (safetensors needs it, and so does the checksum)
         import safetensors.torch  # noqa: PLC0415  (an extra)
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as missing:
         raise ImportError(
-            "weights are saved by safetensors: pip install '.[model]' in a clone of fastrpb"
+            f"to save and load weights needs the package {missing.name}: pip install '.[model]' in "
+            "a clone of fastrpb"
         ) from None
     return safetensors

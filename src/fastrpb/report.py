@@ -19,7 +19,7 @@ from io import BytesIO
 from itertools import chain, count
 from pathlib import Path
 from string import Template
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import matplotlib as mpl
 import torch
@@ -34,6 +34,7 @@ from fastrpb.presets import CELL, COLUMNS, ROWS
 from fastrpb.run import Run, read_records, same_config
 from fastrpb.tables import Cells, cells, lines, on_test
 
+_T = TypeVar("_T")
 _PIXEL = (12, 10)  # the paper's
 _OF_A_CELL = (*CELL, "absolute", "learning_rate", "seed")
 _MOST_WEIGHTS = 2_000_000  # of a page: beyond, a run shows its first heads alone
@@ -57,12 +58,17 @@ class Table(NamedTuple):
     better: Literal["high", "low"]
 
 
+def _refuse(error: ValueError) -> NoReturn:
+    raise error
+
+
 def write_report(
     folders: Sequence[str | Path],
     out: str | Path,
     *,
     pixel: tuple[int, int] | None = None,
     bench: str | Path | None = None,
+    on_damaged: Callable[[ValueError], None] = _refuse,
 ) -> Path:
     """Write the page, the tables and the figures of some runs; gives the page's path.
 
@@ -72,8 +78,10 @@ def write_report(
         pixel: row and column of the pixel in the pictures of images, where it must lie inside all;
             default: 12, 10 as in the paper, or the nearest. The page lets one pick others.
         bench: a file of `fastrpb bench model`, for time and memory against the length.
+        on_damaged: called with what is wrong with a part of a run that can be left out; by default
+            it is raised.
     """
-    entries = collect(folders)
+    entries = collect(folders, on_damaged)
     scaling = {}
     if bench is not None:
         scaling["scaling"] = partial(figures.scaling_figure, *_bench_curves(Path(bench)))
@@ -82,11 +90,16 @@ def write_report(
     groups = set_ups(entries)
     curves = {}
     for title, group in groups.items():
-        lines = [(_cell_name(e.config), e.run.metrics()) for e in group if e.run]
+        with_folder = [(e, e.run) for e in group if e.run]
+        points = [(e, _unless_damaged(run.metrics, [], on_damaged)) for e, run in with_folder]
+        lines = [(_cell_name(e.config), of_it) for e, of_it in points]
         if any(points for _, points in lines):
             name = re.sub(r"\W+", "-", f"curves-{title}")
             curves[name] = partial(figures.curves_figure, lines)
-    shown = [(e, layers) for e in entries if e.run and (layers := _weights(e.run))]
+    weights = [
+        (e, _unless_damaged(partial(_weights, e.run), [], on_damaged)) for e in entries if e.run
+    ]
+    shown = [(e, layers) for e, layers in weights if layers]
     for entry, layers in shown:
         for name, draw in _weight_figures(entry, layers, pixel).items():
             _write_figure(out / name, draw)
@@ -113,14 +126,16 @@ def write_report(
     return out / "index.html"
 
 
-def collect(folders: Iterable[str | Path]) -> list[Entry]:
+def collect(
+    folders: Iterable[str | Path], on_damaged: Callable[[ValueError], None] = _refuse
+) -> list[Entry]:
     """The runs of some folders, by name: finished ones, and those that are still trained."""
     entries: dict[tuple[str, ...], Entry] = {}
     for folder in map(Path, folders):
         folder = folder if folder.exists() else shipped_or(folder)  # noqa: PLW2901
         if not folder.exists():
             raise ValueError(f"there is no folder {folder}")
-        found = list(_entries(folder) if folder.is_dir() else _recorded(folder))
+        found = list(_entries(folder, on_damaged) if folder.is_dir() else _recorded(folder))
         if not found:
             if not folder.is_dir():
                 raise ValueError(f"{folder} has no records of runs")
@@ -141,16 +156,31 @@ def collect(folders: Iterable[str | Path]) -> list[Entry]:
     return list(unique.values())
 
 
-def _entries(folder: Path) -> Iterator[Entry]:
-    alone = Run(folder).exists()
-    for path in [folder] if alone else sorted(folder.iterdir()):
-        run = Run(path)
-        if run.exists():
-            record = run.result()
-            name = record["name"] if record else path.resolve().name
-            yield Entry(name, asdict(run.config()), record, run)
-    if not alone:
-        yield from _recorded(folder / "results.jsonl")
+def _entries(folder: Path, on_damaged: Callable[[ValueError], None]) -> Iterator[Entry]:
+    if Run(folder).exists():
+        yield _entry(Run(folder))
+        return
+    for run in map(Run, sorted(folder.iterdir())):
+        entry = _unless_damaged(partial(_entry, run), None, on_damaged) if run.exists() else None
+        if entry:
+            yield entry
+    yield from _recorded(folder / "results.jsonl")
+
+
+def _entry(run: Run) -> Entry:
+    record = run.result()
+    name = record["name"] if record else run.folder.resolve().name
+    return Entry(name, asdict(run.config()), record, run)
+
+
+def _unless_damaged(
+    part: Callable[[], _T], nothing: _T, on_damaged: Callable[[ValueError], None]
+) -> _T:
+    try:
+        return part()
+    except ValueError as error:
+        on_damaged(error)
+        return nothing
 
 
 def _recorded(file: Path) -> Iterator[Entry]:

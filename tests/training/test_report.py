@@ -435,3 +435,23 @@ def test_every_run_has_a_name_of_its_own(tmp_path):
         folder.mkdir(parents=True)
         Run(folder).open(small(seed=seed))
     assert len({entry.name for entry in collect(folders)}) == 3
+
+
+def test_what_is_damaged_is_left_out_and_told(runs, tmp_path):
+    folder = tmp_path / "runs"
+    shutil.copytree(runs, folder)
+    first, second, third, *_ = sorted(file.parent for file in folder.glob("*/result.json"))
+    (first / "config.json").write_text("{")
+    (second / "model.safetensors").write_bytes(b"cut")
+    (third / "metrics.jsonl").write_text("{\n{}\n")
+    with pytest.raises(ValueError, match=r"config\.json is not the config of a run"):
+        write_report([folder], tmp_path / "report")
+    told = []
+    page = write_report([folder], tmp_path / "report", on_damaged=told.append)
+    assert len(told) == 3
+    for name in ("config.json", "metrics.jsonl", "model.safetensors"):
+        assert sum(name in str(error) for error in told) == 1
+    assert {entry.name for entry in collect([runs])} == {
+        entry.name for entry in collect([folder], told.append)
+    }  # the record of the first is in results.jsonl
+    assert page.exists()

@@ -152,7 +152,7 @@ def _whole(w: Tensor) -> Tensor:
 
 
 def load(model: nn.Module, folder: str | os.PathLike, *, freeze: bool = False) -> nn.Module:
-    """Attach the biases that `save` wrote to a model of the same shape, in place."""
+    """Attach the biases that `save` wrote to a model of the same type and shape, in place."""
     path = Path(folder)
     path = path / FILE if path.is_dir() else path
     weights, meta = read_tensors(path)
@@ -161,6 +161,9 @@ def load(model: nn.Module, folder: str | os.PathLike, *, freeze: bool = False) -
         model_type = settings.pop("model_type")
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{path} holds no biases of fastrpb: its metadata are {meta}") from None
+    here = _pretrained(model).config.model_type
+    if here != model_type:
+        raise ValueError(f"{path} holds biases of a {model_type}, this model is a {here}")
     attach(model, **settings)
     mine = {f"{i}.w": bias.w for i, bias in enumerate(biases(model))}
     saved, here = ({key: tuple(w.shape) for key, w in x.items()} for x in (weights, mine))
