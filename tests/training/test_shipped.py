@@ -200,6 +200,20 @@ def test_the_readme_shows_what_the_bias_adds_on_mnist():
     assert f"SIKF from {f1['sikf', 'none']} to {f1['sikf', 'fastrpb']} F1" in README
 
 
+def test_what_the_first_weights_do_is_of_the_records():
+    names = {"normal": "noise at all distances", "zero": "zero", "local": "local noise"}
+    accuracies = {}
+    for record in sorted(records("text-inits.jsonl"), key=lambda record: record["config"]["seed"]):
+        config = from_json(json.dumps(record["config"]), "the record")
+        name = names[config.model.bias_init] + ", not trained" * (config.bias_rate == 0)
+        name = name if config.model.position == "fastrpb" else "no bias"
+        accuracies.setdefault(name, []).append(percent(record["metrics"]["test"]["accuracy"]))
+    assert set(accuracies) == {*names.values(), "no bias", "local noise, not trained"}
+    for name, of_seeds in accuracies.items():
+        assert row(name, ", ".join(of_seeds)) in PAPER
+        assert of_seeds[0] in README
+
+
 def test_the_levers_of_mnist_are_those_of_the_records():
     for record in records("mnist-levers.jsonl"):
         config, (validation, test) = record["config"], record["metrics"].values()
