@@ -19,7 +19,7 @@ from io import BytesIO
 from itertools import chain, count
 from pathlib import Path
 from string import Template
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import matplotlib as mpl
 import torch
@@ -32,7 +32,7 @@ from fastrpb.evaluate import load_run
 from fastrpb.files import replacing, shipped_or
 from fastrpb.presets import CELL, COLUMNS, ROWS
 from fastrpb.run import Run, read_records, same_config
-from fastrpb.tables import Cells, cells, lines, on_test
+from fastrpb.tables import Table, as_html, as_latex, as_markdown, cells, tables_of
 
 _T = TypeVar("_T")
 _PIXEL = (12, 10)  # the paper's
@@ -48,14 +48,6 @@ class Entry:
     config: dict[str, Any]
     record: dict[str, Any] | None
     run: Run | None
-
-
-class Table(NamedTuple):
-    """Cells with what they are called and which are better."""
-
-    title: str
-    cells: Cells
-    better: Literal["high", "low"]
 
 
 def _refuse(error: ValueError) -> NoReturn:
@@ -186,75 +178,6 @@ def _unless_damaged(
 def _recorded(file: Path) -> Iterator[Entry]:
     for record in read_records(file):
         yield Entry(record["name"], record["config"], record, None)
-
-
-def tables_of(records: Sequence[dict[str, Any]]) -> list[Table]:
-    """Accuracy, macro F1, time and memory, in the form of the paper's tables."""
-    return [
-        Table("Test accuracy, %", cells(records, on_test("accuracy")), "high"),
-        Table("Test macro F1, %", cells(records, on_test("f1")), "high"),
-        Table("Training time, s", cells(records, lambda r: r["seconds"]), "low"),
-        Table("Peak memory, MiB", cells(records, lambda r: r["peak_memory_bytes"] / 2**20), "low"),
-    ]
-
-
-def ranks(table: Table) -> dict[tuple[str, str], int]:
-    """1 for the best cell and 2 for the second; equal cells share a rank.
-
-    >>> from fastrpb.tables import Cell
-    >>> ranks(Table("", {("sikf", "none"): Cell(9, 0, 1), ("sikf", "rope"): Cell(7, 0, 1)}, "low"))
-    {('sikf', 'none'): 2, ('sikf', 'rope'): 1}
-    """
-    values = sorted(
-        {round(c.mean, 2) for c in table.cells.values()}, reverse=table.better == "high"
-    )
-    return {key: values.index(round(cell.mean, 2)) + 1 for key, cell in table.cells.items()}
-
-
-def _marked(table: Table, marks: dict[int, str]) -> list[list[str]]:
-    """The words of a table line by line, the best and the second in their marks."""
-    place = ranks(table)
-    return lines(table.cells, lambda key: marks.get(place[key], "%s") % str(table.cells[key]))
-
-
-def as_markdown(table: Table) -> str:
-    """A table in Markdown.
-
-    >>> from fastrpb.tables import Cell
-    >>> print(as_markdown(Table("%", {("sikf", "none"): Cell(92.5, 0.51, 3)}, "high")))
-    %:
-    <BLANKLINE>
-    |  | None |
-    | --- | --- |
-    | Linear, SIKF | **92.50 ± 0.51** |
-    <BLANKLINE>
-    """
-    head, *body = _marked(table, {1: "**%s**", 2: "<u>%s</u>"})
-    words = [head, ["---"] * len(head), *body]
-    return f"{table.title}:\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in words)
-
-
-def as_latex(table: Table) -> str:
-    r"""A table in LaTeX, as the paper has them: \textbf for the best, \uuline for the second."""
-    head, *words = _marked(table, {1: r"\textbf{%s}", 2: r"\uuline{%s}"})
-    body = "".join(f"  {' & '.join(line)} \\\\\n" for line in words).replace("±", r"$\pm$")
-    return (
-        f"% {table.title}\n\\begin{{tabular}}{{l{'c' * (len(head) - 1)}}}\n  \\toprule\n"
-        f"  {' & '.join(head)} \\\\\n  \\midrule\n{body}  \\bottomrule\n\\end{{tabular}}\n"
-    )
-
-
-def as_html(table: Table) -> str:
-    head, *lines = _marked(table, {1: "<b>%s</b>", 2: '<span class="second">%s</span>'})
-    top = "".join(f'<th scope="col">{word}</th>' for word in head)
-    body = "".join(
-        f'<tr><th scope="row">{name}</th>{"".join(f"<td>{word}</td>" for word in words)}</tr>'
-        for name, *words in lines
-    )
-    return (
-        f'<div class="wide"><table><caption>{table.title}</caption>'
-        f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>\n"
-    )
 
 
 class Form(NamedTuple):

@@ -18,18 +18,9 @@ from fastrpb.figures import (
     weights_of,
 )
 from fastrpb.presets import name_of
-from fastrpb.report import (
-    Table,
-    as_html,
-    as_latex,
-    as_markdown,
-    collect,
-    ranks,
-    set_ups,
-    write_report,
-)
+from fastrpb.report import collect, set_ups, write_report
 from fastrpb.run import Run
-from fastrpb.tables import Cell
+from fastrpb.tables import Cell, Table, as_html, as_latex, as_markdown, ranks
 from fastrpb.train import train
 from runs import small
 
