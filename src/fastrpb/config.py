@@ -95,7 +95,7 @@ class RunConfig:
                 raise ValueError(f"{name}={value!r} must be a whole number from 0 to {2**31 - 1}")
         for name in _NUMBERS:
             value = getattr(self, name)
-            below = 1 if name == "beta2" else math.inf
+            below = 1 if name == "beta2" else 1e300  # whole numbers can be too large for a float
             if value is None and name in ("clip", "bias_decay"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float):

@@ -82,9 +82,11 @@ def write_report(
     groups = set_ups(entries)
     curves = {}
     for title, group in groups.items():
-        with_folder = [(e, e.run) for e in group if e.run]
-        points = [(e, _unless_damaged(run.metrics, [], on_damaged)) for e, run in with_folder]
-        lines = [(_cell_name(e.config), of_it) for e, of_it in points]
+        lines = [
+            (_cell_name(e.config), _unless_damaged(e.run.metrics, [], on_damaged))
+            for e in group
+            if e.run
+        ]
         if any(points for _, points in lines):
             name = re.sub(r"\W+", "-", f"curves-{title}")
             curves[name] = partial(figures.curves_figure, lines)

@@ -255,7 +255,9 @@ def json_object(line: str | bytes) -> dict[str, Any] | None:
 
 def refuse_runs_in(folder: Path) -> None:
     """Refuse a run's folder as that of others: whoever looks at the outer one does not see them."""
-    if Run(folder).exists():
+    run = Run(folder)
+    config = json_object(run.config_file.read_text(errors="replace")) if run.exists() else {}
+    if config is None or "task" in config:  # damaged, or a run's; others have such files, too
         raise ValueError(f"{folder} is a run itself; choose another folder by --out")
 
 

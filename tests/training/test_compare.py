@@ -45,6 +45,8 @@ def test_neither_do_single_runs(small, tmp_path):
     train(small(steps=1), tmp_path / "outer", cpu=True)
     with pytest.raises(ValueError, match="outer is a run itself; choose another folder by --out"):
         train(small(steps=1), tmp_path / "outer/inner", cpu=True)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')  # of another program
+    train(small(steps=1), tmp_path / "beside", cpu=True)
 
 
 def test_a_grid_keeps_the_options_and_the_seeds():

@@ -121,6 +121,7 @@ def test_a_changed_config_has_another_name():
         ({"learning_rate": math.nan}, "learning_rate=nan"),
         ({"beta2": 1.0}, "beta2=1.0 must be from 0 to below 1"),
         ({"clip": "1"}, "clip='1' must be a number"),
+        ({"clip": 10**400}, "must be from 0 to below 1e"),
         ({"schedule": "rsqrt", "warmup": 0}, "warmup ≥ 1"),
         ({"accumulate": 3}, "batch_size=32 does not part into accumulate=3"),
         ({"keep": "best", "validation": "test"}, "choose the weights by the test split"),
