@@ -1,5 +1,8 @@
 import platform
 import resource
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -27,3 +30,27 @@ def test_freed_memory_is_used_again():
     process.start()
     assert mine.recv() < SIZE / resource.getpagesize() / 100
     process.join()
+
+
+# The finder is asked for torch when the command imports it.
+INTERRUPTED = """
+import os, signal, sys
+class Finder:
+    def find_spec(name, *_):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+signal.signal(signal.SIGINT, {handler})
+from fastrpb_command import main
+sys.argv = ["fastrpb", "--version"]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("handler", "code"), [("signal.default_int_handler", -signal.SIGINT), ("signal.SIG_IGN", 0)]
+)
+def test_ctrl_c_before_a_command_begins_is_no_traceback(handler, code):
+    program = INTERRUPTED.format(handler=handler)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert (run.returncode, run.stderr) == (code, b"")
