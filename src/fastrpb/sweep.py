@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -25,6 +26,7 @@ from fastrpb.train import DivergedError, train
 
 _FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 _JUST_BEGUN = timedelta(minutes=1)
+_LOOK_AGAIN = 1.0  # seconds between looks at the trials of other workers
 
 
 def sweep(
@@ -42,7 +44,8 @@ def sweep(
     """The config with the learning rate of the best validation, found by Optuna's TPE.
 
     The journal of the study is a file in the folder: workers that share the folder share the
-    study, and a stopped one goes on, its unfinished trials from their checkpoints. A trial whose
+    study, and a stopped one goes on, its unfinished trials from their checkpoints. Those that have
+    no trial left wait for the others, and take over what these do not finish. A trial whose
     validation stays under the median of the others at the same step is cut short.
 
     Args:
@@ -66,8 +69,7 @@ def sweep(
     study = _open(config, folder, data.digest(), (low, high))
 
     def objective(trial: optuna.Trial) -> float:
-        trial.set_user_attr("worker", worker)  # before its rate: a trial with a rate has a worker
-        rate = trial.suggest_float("learning_rate", low, high, log=True)
+        rate = trial.params["learning_rate"]
         run = _run(folder, rate)
 
         def judge(step: int, metrics: Metrics) -> None:
@@ -89,19 +91,43 @@ def sweep(
             raise optuna.TrialPruned from None
         return record["metrics"]["validation"]["accuracy"]
 
-    def enough(study: optuna.Study, trial: FrozenTrial) -> None:
-        run = _run(folder, trial.params["learning_rate"])
-        pruned = trial.state == TrialState.PRUNED
-        words = "cut short" if pruned else f"validation accuracy {trial.value:.2%}"
-        on_trial(run.folder.name, words)
-        if len(study.get_trials(states=_FINISHED)) >= trials:
-            study.stop()
+    def next_trial() -> optuna.Trial | None:
+        """None where others are at all that are left."""
+        with FileLock(folder / "study.lock"):
+            _queue_again(study, folder)
+            if len(study.get_trials(states=(*_FINISHED, TrialState.RUNNING))) >= trials:
+                return None
+            trial = study.ask()
+            # Before its rate: a trial with a rate has a worker.
+            trial.set_user_attr("worker", worker)
+            trial.suggest_float("learning_rate", low, high, log=True)
+            return trial
 
-    if len(study.get_trials(states=_FINISHED)) < trials:
-        with _alive(folder, worker) as alive:
-            study.optimize(objective, callbacks=[enough])
-        Path(alive.lock_file).unlink(missing_ok=True)
+    with _alive(folder, worker) as alive:
+        while len(study.get_trials(states=_FINISHED)) < trials:
+            trial = next_trial()
+            if trial is None:
+                time.sleep(_LOOK_AGAIN)
+            else:
+                told = _tell(study, trial, objective)
+                pruned = told.state == TrialState.PRUNED
+                words = "cut short" if pruned else f"validation accuracy {told.value:.2%}"
+                on_trial(_run(folder, told.params["learning_rate"]).folder.name, words)
+    Path(alive.lock_file).unlink(missing_ok=True)
     return _best(study, wanted, folder)
+
+
+def _tell(
+    study: optuna.Study, trial: optuna.Trial, objective: Callable[[optuna.Trial], float]
+) -> FrozenTrial:
+    """What came of a trial; one that is cut off has failed, and comes again."""
+    try:
+        return study.tell(trial, objective(trial))
+    except optuna.TrialPruned:
+        return study.tell(trial, state=TrialState.PRUNED)
+    except BaseException:
+        study.tell(trial, state=TrialState.FAIL)
+        raise
 
 
 def _alive(folder: Path, worker: str) -> FileLock:

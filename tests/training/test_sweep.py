@@ -1,8 +1,11 @@
 import os
 import signal
+import threading
+import time
 from datetime import datetime, timedelta
 
 import pytest
+import torch
 
 from apart import APART
 from fastrpb.data import load
@@ -128,16 +131,34 @@ def test_two_workers_share_a_study(small, tmp_path):
     for worker in workers:
         worker.join()
     assert [worker.exitcode for worker in workers] == [0, 0]
-    done = [
-        t
-        for t in _open(config, tmp_path, DIGEST, rates(config)).trials
-        if t.state == TrialState.COMPLETE
-    ]
-    assert 4 <= len(done) <= 5  # the second worker may be at one when the fourth ends
+    study = _open(config, tmp_path, DIGEST, rates(config))
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 4
+    found = {(tmp_path / f"{worker.pid}.txt").read_text() for worker in workers}
+    assert found == {str(study.best_params["learning_rate"])}  # each waits for the last trial
 
 
 def work(config, folder):
-    sweep(config, folder, trials=4, cpu=True)
+    torch.set_num_threads(1)
+    best = sweep(config, folder, trials=4, cpu=True)
+    (folder / f"{os.getpid()}.txt").write_text(str(best.learning_rate))
+
+
+def test_a_trial_of_a_killed_worker_is_taken_over(small, tmp_path):
+    """By one that waits for it, having none of its own."""
+    config = small(steps=30, save_every=10)
+    other = APART.Process(target=hang, args=(config, tmp_path))
+    other.start()
+    while not [steps for run in tmp_path.glob("rate-*") if (steps := Run(run).steps())]:
+        time.sleep(0.05)
+    threading.Timer(1, other.kill).start()
+    sweep(config, tmp_path, trials=1, cpu=True)
+    other.join()
+    assert len(list(tmp_path.glob("rate-*"))) == 1
+
+
+def hang(config, folder):
+    torch.set_num_threads(1)
+    sweep(config, folder, trials=1, cpu=True, on_progress=lambda n, p: time.sleep(1000))
 
 
 def test_a_study_has_one_range(small, tmp_path):
