@@ -386,7 +386,7 @@ V = torch.randn(2, 3, 10, 4)
             TypeError,
             "envelope must be a number, got 'a'",
         ),
-        (lambda: FastRPB(3, 10, init=init.local), TypeError, r"local\(\) takes"),
+        (lambda: FastRPB(3, 10, init=init.local), TypeError, r"init=local .*: pass local\(\)"),
         (lambda: FastRPB(3, 10, prefix=3).matrix(2), ValueError, "length 2 .*prefix of 3"),
         (lambda: FastRPB(3, 10, symmetric="no"), TypeError, "symmetric='no' must be true or false"),
         (lambda: FastRPB(3, 10, causal=1), TypeError, "causal=1 must be true or false"),

@@ -386,6 +386,7 @@ W, V = torch.randn(3, 9), torch.randn(2, 3, 5, 4)
         ),
         (lambda: toeplitz_matmul(W, V, prefix=5), ValueError, "5 positions.*prefix of 5"),
         (lambda: toeplitz_matmul(W, V, prefix=-1), ValueError, "prefix of -1"),
+        (lambda: toeplitz_matmul(W, V, causal="no"), TypeError, "causal='no' must be true or"),
         (lambda: toeplitz_matmul(W.to("meta"), V), ValueError, "w is on meta and v on cpu"),
         (lambda: toeplitz_matmul_2d(W[:, 2:7], V, (2, 3)), ValueError, "5 positions.*6"),
         (lambda: toeplitz_matmul_2d(W, V, (1, 4)), ValueError, r"1×4.*\(heads, 7\).*\(3, 9\)"),

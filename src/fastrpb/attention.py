@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from fastrpb.causal import add_shifted, causal_sums
-from fastrpb.checks import check_floating, check_mask, check_values, compute_dtype, kept
+from fastrpb.checks import (
+    check_flag,
+    check_floating,
+    check_mask,
+    check_values,
+    compute_dtype,
+    kept,
+)
 from fastrpb.features import (
     DPFP,
     ELU1,
@@ -151,6 +158,7 @@ def linear_attention(
     """
     _check(q, k, v, mask)
     _check_phi(phi)
+    check_flag("causal", causal)
     if plus is not None:
         _check_plus(plus, q, v)
     if not _use_triton(impl, phi, q, k, v, causal):

@@ -15,7 +15,7 @@ from fastrpb.checks import (
     check_size,
     kept,
 )
-from fastrpb.init import Copies, Init, decay
+from fastrpb.init import Copies, Init, decay, local, normal
 
 _HELD = 0.1  # where the envelope is less, first weights count for less than the init says
 
@@ -40,6 +40,8 @@ class Bias(nn.Module, ABC):
         check_size("prefix", prefix, least=0)
         if not callable(init):
             raise TypeError(f"init must be a function such as fastrpb.init.zero, got {init!r}")
+        if init in (local, normal):
+            raise TypeError(f"init={init.__name__} makes an init: pass {init.__name__}()")
         check_flag("symmetric", symmetric)
         if envelope is not None:
             check_scales("the scales of envelope", envelope)

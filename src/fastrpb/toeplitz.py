@@ -10,7 +10,14 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from fastrpb.checks import check_floating, check_size, check_tensor, check_values, compute_dtype
+from fastrpb.checks import (
+    check_flag,
+    check_floating,
+    check_size,
+    check_tensor,
+    check_values,
+    compute_dtype,
+)
 from fastrpb.kernels import ops
 from fastrpb.kernels.autograd import apply
 from fastrpb.kernels.fft import toeplitz_fft
@@ -144,6 +151,7 @@ def toeplitz_matmul(
     True
     """
     _check_pair(w, v)
+    check_flag("causal", causal)
     n = v.shape[-2] - prefix
     if prefix < 0 or n < 1:
         raise ValueError(f"v has {v.shape[-2]} positions, none after a prefix of {prefix}")
