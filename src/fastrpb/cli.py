@@ -118,7 +118,7 @@ def data(
     seed: Annotated[int | None, typer.Option(help="listops: seed of the generator.")] = None,
     sizes: Annotated[
         tuple[int, int, int] | None,
-        typer.Option(help="listops: train, validation, test. Default: Long Range Arena's."),
+        typer.Option(help="listops: train validation test. Default: Long Range Arena's."),
     ] = None,
 ) -> None:
     """Fetch or prepare a task and show what is in it.
@@ -128,6 +128,7 @@ def data(
     - `fastrpb data mnist`: from the Hub
     - `fastrpb data text --data-dir ~/data --max-length 4096`: from your files
     - `fastrpb data listops --out ~/data/listops --seed 0`: generated
+    - `fastrpb data listops --out ~/data/few --sizes 1000 100 100`: fewer
     """
     if out is not None:
         if task != "listops":
@@ -444,7 +445,7 @@ def export(
     run: Annotated[Path, typer.Argument(help="Folder of model.safetensors, that file, or mnist.")],
     out: Annotated[Path, typer.Argument(help="The ONNX file to write.")],
 ) -> None:
-    """Write a trained model as an ONNX file, for any batch and length.
+    """Write a trained model as an ONNX file, for any batch and length up to its own.
 
     Example: `fastrpb export runs/text model.onnx`
     """

@@ -35,9 +35,14 @@ def reason_of(error: Exception) -> str:
     >>> reason_of(FileNotFoundError(2, "No such file or directory", "x.txt"))
     'x.txt: No such file or directory'
     """
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
+
+
+def is_full(error: Exception) -> bool:
+    """Whether a write may have failed for want of space: numpy and safetensors do not say it."""
+    return getattr(error, "errno", None) in (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -65,7 +70,7 @@ def replacing(path: Path) -> Iterator[Path]:
         part.chmod(0o666 & ~mask)  # some writers keep others out
         part.replace(whole)
     except OSError as error:
-        if error.filename in (str(part), str(whole)):
+        if error.strerror and error.filename in (None, str(part), str(whole)):
             error.filename = str(path)  # what the user asked for
         raise
     finally:

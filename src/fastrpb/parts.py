@@ -20,7 +20,11 @@ _PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
 def make_accelerator(config: RunConfig, cpu: bool, **options: Any) -> Accelerator:
-    """Of accelerate, in the precision of a run."""
+    """Of accelerate, in the precision of a run.
+
+    Without a GPU several processes would each train alone, unless it is told that there is none.
+    """
+    cpu = cpu or not torch.accelerator.is_available()
     # One process may train several configs, one after another, in other precisions.
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(mixed_precision=_PRECISIONS[config.precision], cpu=cpu, **options)

@@ -108,6 +108,9 @@ class Run:
                 "begin another run"
             )
 
+    def _is_shipped(self) -> bool:
+        return SHIPPED in self.folder.resolve().parents
+
     def _not_ours(self) -> ValueError:
         name = self.folder.name
         return ValueError(f"{name} comes with the package; train your own: --config {name}")
@@ -115,7 +118,7 @@ class Run:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Alone in the folder, over all processes; given back even if the process is killed."""
-        if SHIPPED in self.folder.resolve().parents:
+        if self._is_shipped():
             raise self._not_ours()
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -153,12 +156,13 @@ class Run:
 
     def model(self) -> nn.Module:
         """The trained model."""
+        advice = f"remove it and train it again: {self.resume_command}"
+        if self._is_shipped():
+            advice = "install the package again"
         try:
             return load_model(self.model_file)
         except ValueError as error:
-            raise ValueError(
-                f"{error}; remove it and train it again: {self.resume_command}"
-            ) from None
+            raise ValueError(f"{error}; {advice}") from None
 
     def finish(self, record: dict[str, Any]) -> None:
         """Add the record to the results and mark the run as finished; no harm if it was done."""

@@ -29,6 +29,7 @@ from fastrpb.checks import nearest
 from fastrpb.config import RunConfig
 from fastrpb.data import Batch, Batches, Dataset, Split
 from fastrpb.evaluate import Metrics, evaluate, evaluation_batch, trained
+from fastrpb.files import is_full, reason_of
 from fastrpb.model import save_model
 from fastrpb.parts import (
     build,
@@ -41,7 +42,7 @@ from fastrpb.parts import (
 from fastrpb.presets import name_of
 from fastrpb.processes import caught_signals
 from fastrpb.progress import Progress, State, Window
-from fastrpb.run import Run, peak_memory, provenance
+from fastrpb.run import Run, peak_memory, provenance, read_lines
 from fastrpb.step import Stepper
 
 _T = TypeVar("_T")
@@ -140,6 +141,8 @@ def _first_alone(accelerator: Accelerator, function: Callable[[], _T]) -> _T:
 def _begin(run: Run, config: RunConfig, digest: str) -> dict[str, Any] | None:
     """Open the folder; the record of a finished run."""
     run.open(config)
+    for _ in read_lines(run.results_file):  # a damaged one should be told now, not at the end
+        pass
     finished = run.result() if run.model_file.exists() else None
     if finished is not None:
         run.check(finished["config"], config)
@@ -356,17 +359,20 @@ class _Trainer:
         """A full disk or the like is one sentence that says what is safe."""
         try:
             yield
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, ValueError) as error:
             if not self.run.exists():
                 raise ValueError(
                     f"{self.run.folder} is gone, with what was saved in it; if it was moved, "
                     "resume it there"
                 ) from error
-            reason = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
             state = "nothing is saved" if self.saved is None else f"step {self.saved} is safe"
-            raise ValueError(
-                f"cannot write to {self.run.folder}: {reason}; {state}; free some space and resume"
-            ) from error
+            if isinstance(error, ValueError):  # it says what to mend
+                raise ValueError(f"{error}; {state}: then resume") from None
+            reason = " ".join(reason_of(error).split())
+            if getattr(error, "filename", None) is None:
+                reason = f"{self.run.folder}: {reason}"
+            mend = "free some space and " if is_full(error) else ""
+            raise ValueError(f"cannot write to {reason}; {state}; {mend}resume") from error
 
     def _save(self) -> None:
         self._report()

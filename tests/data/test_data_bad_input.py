@@ -190,6 +190,8 @@ def test_empty_text(tmp_path):
         (b"GIF89a nonsense", "not a readable image"),
         (png(pixels((28, 28), 1)[0])[:60], "not a readable image"),
         (b"", "not a readable image"),
+        (b"P5 28x 28 255 " + bytes(784), "not a readable image .invalid literal for int"),
+        (b"qoif" + struct.pack(">IIBB", 28, 28, 3, 0), "not a readable image"),
         (BOMB, "not a readable image .Image size .400000000 pixels. exceeds limit"),
     ],
 )

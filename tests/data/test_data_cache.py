@@ -85,6 +85,7 @@ def test_two_processes_at_once_make_one_whole_entry(tmp_path, own_cache):
     [
         (errno.ENOSPC, "No space left on device; free some space, or set FASTRPB_CACHE to another"),
         (errno.EACCES, "Permission denied; set FASTRPB_CACHE to another folder"),
+        (None, "784 requested and 10 written; free some space, or set FASTRPB_CACHE"),  # by numpy
     ],
 )
 def test_a_failed_write_is_one_sentence_and_leaves_nothing(
@@ -92,6 +93,8 @@ def test_a_failed_write_is_one_sentence_and_leaves_nothing(
 ):
     def save(file, array):
         file.write(b"half of it")
+        if number is None:
+            raise OSError("784 requested and 10 written")
         raise OSError(number, os.strerror(number))
 
     folder = write_reviews(tmp_path)
@@ -106,7 +109,7 @@ def test_a_failed_write_is_one_sentence_and_leaves_nothing(
 def test_a_cache_that_cannot_be_made(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("FASTRPB_CACHE", str(tmp_path / "file"))
-    with pytest.raises(DataError, match=r"cannot write to .*/file: File exists"):
+    with pytest.raises(DataError, match=r"cannot write to .*/file: File exists; set FASTRPB"):
         load("text", write_reviews(tmp_path / "imdb"))
 
 
@@ -114,8 +117,12 @@ def damage(file):
     file.write_bytes(b"\x93NUMPY")
 
 
+def empty(file):
+    file.write_bytes(b"")
+
+
 @pytest.mark.parametrize("name", ["tokens", "train.labels", "test.index"])
-@pytest.mark.parametrize("harm", [damage, Path.unlink])
+@pytest.mark.parametrize("harm", [damage, empty, Path.unlink])
 def test_a_damaged_entry_says_what_to_remove(tmp_path, own_cache, name, harm):
     folder = write_reviews(tmp_path)
     load("text", folder)

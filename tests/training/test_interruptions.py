@@ -294,6 +294,28 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(small, tmp_path):
     assert_same(weights(tmp_path / "whole"), weights(folder))
 
 
+def test_results_that_are_damaged_are_told_before_a_run_and_at_its_end(small, tmp_path):
+    config, folder, results = small(steps=20), tmp_path / "run", tmp_path / "results.jsonl"
+
+    def spoil(progress):
+        results.write_text('{"a": 1}\n"a"\n{"b": 1}\n')
+
+    with pytest.raises(
+        ValueError, match=r"results.jsonl: line 2 is damaged; remove it; step 20 is safe: then res"
+    ):
+        train(config, folder, cpu=True, on_progress=spoil)
+    with pytest.raises(ValueError, match=r"results.jsonl: line 2 is damaged; remove it$"):
+        train(config, tmp_path / "other", cpu=True, on_progress=pytest.fail)
+    results.unlink()
+    results.mkdir()
+    with pytest.raises(IsADirectoryError):
+        train(config, folder, cpu=True)
+    results.rmdir()
+    seen = []
+    train(config, folder, cpu=True, on_progress=seen.append)
+    assert not seen  # all steps were safe
+
+
 @pytest.mark.parametrize(("steps", "saved"), [(1, 1), (2, 0)])
 def test_a_loss_that_is_no_number_at_the_end(small, tmp_path, steps, saved):
     """That of an evaluation, of weights that are numbers still; that of a step."""

@@ -37,6 +37,15 @@ def test_it_reads_a_seven():
     assert probability > 0.9
 
 
+def test_a_damaged_one_comes_with_the_package(tmp_path, monkeypatch):
+    monkeypatch.setattr("fastrpb.run.SHIPPED", tmp_path)
+    run = Run(tmp_path / "mnist")
+    run.folder.mkdir()
+    run.model_file.write_bytes(b"half")
+    with pytest.raises(ValueError, match=r"not a whole safetensors.*; install the package again"):
+        run.model()
+
+
 def test_it_is_small_and_its_record_is_in_the_results():
     folder = SHIPPED / "mnist"
     assert sum(file.stat().st_size for file in folder.iterdir()) < 5e6

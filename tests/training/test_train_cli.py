@@ -257,7 +257,9 @@ def test_two_processes_killed_go_on_as_two_or_as_one(run, tmp_path):
     _, error = process.communicate(timeout=60)
     step = Run(tmp_path / "run").steps()[-1]
     assert f"stopped at step {step} of 1000, and saved" in error
-    resume = start("train", "--resume", "run", "--cpu", launcher=TWO, cwd=tmp_path)
+    # Without a GPU they train together unasked.
+    cpu = ["--cpu"] * torch.accelerator.is_available()
+    resume = start("train", "--resume", "run", *cpu, launcher=TWO, cwd=tmp_path)
     while Run(tmp_path / "run").steps()[-1] <= step:
         assert resume.poll() is None, resume.communicate()
         time.sleep(0.05)

@@ -18,7 +18,7 @@ from rich.progress import track
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastrpb.processes import fresh_processes
+from fastrpb.processes import ctrl_c_ignored, fresh_processes
 
 Run = Callable[[], object]
 Row = dict[str, object]
@@ -69,7 +69,9 @@ def apart(function: Callable, *args: object) -> Any:
     """`function(*args)` in a fresh process: what ran before leaves no memory behind."""
     # Not a Pool: that one waits forever for a process that ran out of memory.
     with ProcessPoolExecutor(1, mp_context=fresh_processes("fastrpb.bench")) as pool:
-        return pool.submit(function, *args).result()
+        with ctrl_c_ignored():
+            future = pool.submit(function, *args)
+        return future.result()
 
 
 def peak_of(run: Run, on: str = "cpu") -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastrpb.data.dataset import DataError, Sequences, Split
+from fastrpb.files import is_full
 
 # To be raised whenever a reader gives other tokens for the same files.
 VERSION = 1
@@ -52,8 +53,8 @@ def staging(folder: Path, elsewhere: str) -> Iterator[Path]:
         with TemporaryDirectory(prefix=".partial-", dir=folder) as temporary:
             yield Path(temporary)
     except OSError as error:
-        free = "" if isinstance(error, PermissionError) else "free some space, or "
-        reason = f"{error.strerror}; {free}{elsewhere}"
+        free = "free some space, or " if is_full(error) else ""
+        reason = f"{error.strerror or error}; {free}{elsewhere}"
         raise DataError(f"cannot write to {folder}: {reason}") from error
 
 
@@ -104,7 +105,7 @@ def _open(folder: Path) -> dict[str, Split]:
             name: Split(sequences, _map(folder, f"{name}.index"), _map(folder, f"{name}.labels"))
             for name in names
         }
-    except (OSError, ValueError) as error:
+    except (EOFError, OSError, ValueError) as error:
         raise DataError(f"{folder} is damaged ({error}); remove it and run again") from error
 
 

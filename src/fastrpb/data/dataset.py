@@ -135,8 +135,8 @@ class Task:
         if longest > self.max_length and not self.cuts:
             raise DataError(
                 f"{self.name}: an input has {longest} tokens, more than max_length="
-                f"{self.max_length}, and cutting it would change its meaning; "
-                f"pass max_length={longest} or more"
+                f"{self.max_length}, and cutting it would change its meaning: "
+                f"that takes data and a model of max_length={longest} or more"
             )
         return sequences.clip(self.max_length)
 

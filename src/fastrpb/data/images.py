@@ -52,9 +52,11 @@ def grey(blob: bytes, shape: tuple[int, int], where: object) -> bytes:
             if image.mode == "L":
                 return image.tobytes()
             return luminance(np.asarray(image.convert("RGB"))).tobytes()
+    except DataError:
+        raise
     except UnidentifiedImageError:
         raise DataError(f"{where}: not a readable image (of no known format)") from None
-    except (Image.DecompressionBombError, OSError, SyntaxError) as error:
+    except Exception as error:  # Pillow's readers of damaged files raise nearly everything
         raise DataError(f"{where}: not a readable image ({_first_line(error)})") from error
 
 
