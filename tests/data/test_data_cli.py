@@ -77,7 +77,7 @@ def generating(tmp_path):
 
 def test_ended_by_a_signal_nothing_stays(generating, tmp_path):
     generating.terminate()
-    assert generating.wait(30) == 143
+    assert generating.wait(60) == 143
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -85,7 +85,7 @@ def test_ended_by_ctrl_c_twice_nothing_stays(generating, tmp_path):
     os.killpg(generating.pid, signal.SIGINT)
     time.sleep(0.4)
     os.killpg(generating.pid, signal.SIGINT)
-    assert generating.wait(30) == 130
+    assert generating.wait(60) == 130
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -99,7 +99,7 @@ def test_the_workers_of_a_killed_generator_end(generating):
 
     generating.kill()
     generating.wait()
-    assert within(30, ended)
+    assert within(60, ended)
 
 
 def test_digits_are_shown(run):

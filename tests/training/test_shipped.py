@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 import torch
@@ -210,18 +211,36 @@ def test_the_readme_shows_what_the_bias_adds(task, name):
     assert re.search(rf"{min(gains):.1f} to {max(gains):.1f}[^,]* on {name}", README)
 
 
-def test_what_the_first_weights_do_is_of_the_records():
-    names = {"normal": "noise at all distances", "zero": "zero", "local": "local noise"}
+FIRST = {"normal": "noise at all distances", "zero": "zero", "local": "local noise"}
+
+
+def of_first_weights(name):
+    """Test accuracies by seed, for each of the first weights that a page's table names."""
     accuracies = {}
-    for record in sorted(records("text-inits.jsonl"), key=lambda record: record["config"]["seed"]):
+    for record in sorted(records(name), key=lambda record: record["config"]["seed"]):
         config = from_json(json.dumps(record["config"]), "the record")
-        name = names[config.model.bias_init] + ", not trained" * (config.bias_rate == 0)
-        name = name if config.model.position == "fastrpb" else "no bias"
-        accuracies.setdefault(name, []).append(percent(record["metrics"]["test"]["accuracy"]))
-    assert set(accuracies) == {*names.values(), "no bias", "local noise, not trained"}
-    for name, of_seeds in accuracies.items():
-        assert row(name, ", ".join(of_seeds)) in PAPER
-        assert of_seeds[0] in README
+        first = FIRST[config.model.bias_init] + ", not trained" * (config.bias_rate == 0)
+        first = "no bias" if config.model.position == "none" else first
+        accuracy = 100 * record["metrics"]["test"]["accuracy"]
+        accuracies.setdefault(first, {}).setdefault(config.model.position, []).append(accuracy)
+    assert set(accuracies) == {*FIRST.values(), "no bias", "local noise, not trained"}
+    return accuracies
+
+
+def test_what_the_first_weights_do_is_of_the_records():
+    for name, by_position in of_first_weights("text-inits.jsonl").items():
+        (of_seeds,) = by_position.values()
+        shown = [f"{accuracy:.2f}" for accuracy in of_seeds]
+        assert row(name, ", ".join(shown)) in PAPER
+        assert shown[0] in README
+    of_digits = {
+        name: [f"{mean(x):.2f} ± {stdev(x):.2f}" for x in by_position.values()]
+        for name, by_position in of_first_weights("digits-inits.jsonl").items()
+    }
+    none = of_digits.pop("no bias")
+    assert row(*none, *of_digits["local noise"]) in README
+    for name, shown in of_digits.items():
+        assert row(name, *shown) in PAPER
 
 
 def test_the_levers_of_mnist_are_those_of_the_records():
