@@ -415,7 +415,7 @@ CAUSAL = FastRPB(3, 10, causal=True)
                 phi=sikf,
             ),
             ValueError,
-            r"state \(2, 3, 8, 6\).*\(1, 3, 1, 5\)",
+            r"state \(2, 3, 8, 6\) is of another.*\(1, 3, 8, 6\)",
         ),
         (
             lambda: linear_attention_step(
@@ -426,7 +426,7 @@ CAUSAL = FastRPB(3, 10, causal=True)
                 phi=DPFP(2),
             ),
             ValueError,
-            "state is of 8 features, phi gives 32",
+            r"state \(2, 3, 8, 6\) is of another.*\(2, 3, 32, 6\)",
         ),
         (lambda: softmax_attention(Q, K, V, dropout=2.0), ValueError, "dropout=2.0"),
         (lambda: softmax_attention(Q, K, V.to("meta")), ValueError, "v on meta"),

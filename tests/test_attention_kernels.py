@@ -200,10 +200,20 @@ def test_many_sequences_go_along_the_axis_that_has_room(monkeypatch):
     for causal in (False, True):
         linear_attention(q, q, q, phi=sikf, causal=causal, impl="triton")
     image.sums(q, 10, 10)
+    many = torch.empty(70_000, 1, 1, 1, device=DEVICE, dtype=torch.bfloat16)
+    image.spread(image.sums(many, 1, 1), 1, 1, many)
+    layout.largest(many)
     long = torch.empty(64, 150_000, 2, 1, device=DEVICE, dtype=torch.bfloat16)
     layout.pack(long.transpose(1, 2))
-    assert {"_merge", "_output", "_total", "_copy"} <= launched.keys()
+    assert {"_merge", "_output", "_total", "_spread", "_largest", "_copy"} <= launched.keys()
     assert all(size <= 65_535 for grid in launched.values() for size in grid[1:])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_more_sequences_than_a_grid_takes(causal):
+    q = torch.empty(65_536, 1, 1, 1, device=DEVICE)
+    with pytest.raises(ValueError, match="up to 65535 sequences"):
+        linear_attention(q, q, q, phi=sikf, causal=causal, impl="triton")
 
 
 def test_one_part_needs_no_sums_of_those_before_it(monkeypatch):

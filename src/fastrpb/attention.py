@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastrpb.causal import add_shifted, causal_sums
 from fastrpb.checks import (
+    check_choice,
     check_flag,
     check_floating,
     check_mask,
@@ -36,7 +37,7 @@ from fastrpb.features import (
     sikf,
 )
 from fastrpb.kernels import ops
-from fastrpb.kernels.autograd import apply
+from fastrpb.kernels.autograd import apply, into_axis
 from fastrpb.modes import exact
 
 AttentionImpl = Literal["auto", "torch", "triton"]
@@ -45,7 +46,7 @@ AttentionImpl = Literal["auto", "torch", "triton"]
 _GIVEN, _PROJECTED = 3, 4
 _KINDS = {SIKF: 0, ELU1: 1, ReLU: 2, DPFP: _GIVEN, FavorPlus: _PROJECTED}
 _PROJECTION = 5  # its place among the inputs of the functions below
-_MOST_SEQUENCES = 65_535  # of a grid that is not causal
+_MOST_SEQUENCES = 65_535  # CUDA takes no more along the last axes of a grid
 _FUSED_DIM, _FUSED_DIM_FLOAT32 = 128, 64  # the most channels that fit into `ops.ROOMY`
 
 
@@ -198,12 +199,11 @@ def _fits(phi: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
         fits = dim == phi.dim and not phi.projection.requires_grad
     if kind == _GIVEN:  # products of two may leave the range of float16
         fits = phi.nu < 2 * dim and 2 * dim * phi.nu <= most and v.dtype != torch.float16
-    if not causal:
-        fits = fits and v.shape[:-3].numel() <= _MOST_SEQUENCES
-    elif kind in (_GIVEN, _PROJECTED):
+    if causal and kind in (_GIVEN, _PROJECTED):
         fits = False
     return (
         fits
+        and v.shape[:-3].numel() <= _MOST_SEQUENCES
         and all(x.dtype in (*ops.HALF, torch.float32) for x in (q, k, v))
         and 1 <= min(dim, v_dim) <= max(dim, v_dim) <= most
     )
@@ -215,9 +215,7 @@ def _most_channels(v: Tensor) -> int:
 
 
 def _use_triton(impl: str, phi: Phi, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    if impl not in get_args(AttentionImpl):
-        options = ", ".join(get_args(AttentionImpl))
-        raise ValueError(f"unknown impl={impl!r}; choose from {options}")
+    check_choice("impl", impl, get_args(AttentionImpl))
     if impl != "triton":
         there = impl == "auto" and v.is_cuda and ops.runs_on(v) and bool(v.numel())
         return there and _fits(phi, q, k, v, causal)
@@ -228,7 +226,7 @@ def _use_triton(impl: str, phi: Phi, q: Tensor, k: Tensor, v: Tensor, causal: bo
         raise ValueError(
             f"impl='triton' is for sikf, elu1, relu and FavorPlus up to {most} channels, for DPFP "
             f"up to {most} features and not in float16, the last two not causal, no float64, and "
-            f"up to {_MOST_SEQUENCES} sequences that are not causal; got "
+            f"up to {_MOST_SEQUENCES} sequences; got "
             f"{'causal ' if causal else ''}{type(phi).__name__}, {q.shape[-1]} and {v.shape[-1]} "
             f"channels, {v.dtype}; use impl='auto'"
         )
@@ -314,7 +312,7 @@ def _mapped(function: type[torch.autograd.Function], count: int, in_dims, inputs
         ]
         return tuple(torch.stack(x) for x in zip(*each, strict=True)), (0,) * len(each[0])
     inputs = [
-        ops.into_batch(x, d, count) if isinstance(x, Tensor) and i != _PROJECTION else x
+        into_axis(x, d, count, 0) if isinstance(x, Tensor) and i != _PROJECTION else x
         for i, (x, d) in enumerate(pairs)
     ]
     outputs = apply(function, *inputs)
@@ -359,9 +357,9 @@ def linear_attention_state(
         k, v = _widened(kept(k, mask), v)
         values = _with_ones(v, mask)
         if not isinstance(phi, ExpFeatureMap):
-            state = linear_attention_init_state(k, v, phi=phi)
-            return state._replace(sums=phi(k, k, mask)[1].mT @ values)
-        log_k = phi.logs(k, k, mask)[1].mT
+            sums = phi.features(k).mT @ values
+            return LinearState(sums, sums.new_full((*sums.shape[:-1], 1), HIDDEN))
+        log_k = kept(phi.log_features(k), mask, HIDDEN).mT
         shift = log_k.detach().amax(-1, keepdim=True)
         return LinearState(torch.exp(log_k - shift) @ values, shift)
 
@@ -391,26 +389,22 @@ def linear_attention_step(
     _check_phi(phi)
     if q.shape[-2] != 1 or k.shape[-2] != 1:
         raise ValueError(f"a step takes one token, got {q.shape[-2]} queries, {k.shape[-2]} keys")
-    if state.sums.shape[:-2] != v.shape[:-2] or state.sums.shape[-1] != v.shape[-1] + 1:
+    token = linear_attention_state(k, v, phi=phi, mask=mask)
+    if state.sums.shape != token.sums.shape:
         raise ValueError(
-            f"the state {tuple(state.sums.shape)} is not of a stream like v {tuple(v.shape)}"
+            f"the state {tuple(state.sums.shape)} is of another stream or phi: those of these "
+            f"tokens are {tuple(token.sums.shape)}, (batch, heads, features, dim_v + 1)"
         )
-    dtype = v.dtype
+    after = LinearState(*add_shifted(*state, *token))
     with exact(v):
-        q, k, v = _widened(q, kept(k, mask), v)
-        values = _with_ones(v, mask)
+        q = q.to(after.sums.dtype)
         if isinstance(phi, ExpFeatureMap):
-            log_q, log_k = phi.logs(q, k, mask)
-            _check_features(state, log_k)
-            sums, shift = add_shifted(*state, values.expand_as(state.sums), log_k.mT)
-            log_q = log_q + shift.mT
+            log_q = phi.log_features(q) + after.shift.mT
             phi_q = torch.exp(log_q - log_q.amax(-1, keepdim=True))
         else:
-            phi_q, phi_k = phi(q, k, mask)
-            _check_features(state, phi_k)
-            sums, shift = state.sums + phi_k.mT @ values, state.shift
-        y = phi_q @ sums
-        return _divide(y[..., :-1], y[..., -1:]).to(dtype), LinearState(sums, shift)
+            phi_q = phi.features(q)
+        y = phi_q @ after.sums
+        return _divide(y[..., :-1], y[..., -1:]).to(v.dtype), after
 
 
 def _with_ones(v: Tensor, mask: Tensor | None) -> Tensor:
@@ -458,13 +452,6 @@ def _check_plus(plus: Tensor, q: Tensor, v: Tensor) -> None:
         raise TypeError(f"plus must have the dtype of v, got {plus.dtype} and {v.dtype}")
     if plus.device != v.device:
         raise ValueError(f"plus is on {plus.device} and v on {v.device}; use one device")
-
-
-def _check_features(state: LinearState, features: Tensor) -> None:
-    if state.sums.shape[-2] != features.shape[-1]:
-        raise ValueError(
-            f"the state is of {state.sums.shape[-2]} features, phi gives {features.shape[-1]}"
-        )
 
 
 def _check_phi(phi: object) -> None:

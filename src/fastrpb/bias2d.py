@@ -1,12 +1,12 @@
 """FastRPB2d: the bias over the pixels of an image."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from fastrpb.bias_base import Bias
-from fastrpb.checks import check_size, compute_dtype
+from fastrpb.checks import check_choice, check_size, compute_dtype
 from fastrpb.init import Copies, Init, local
 from fastrpb.toeplitz import toeplitz_2d, toeplitz_matmul_2d
 
@@ -62,8 +62,7 @@ class FastRPB2d(Bias):
         super().__init__(num_heads, prefix, init, envelope, dropout, threshold, symmetric)
         check_size("height", height)
         check_size("width", width)
-        if kind not in ("additive", "full"):
-            raise ValueError(f"unknown kind={kind!r}; choose additive or full")
+        check_choice("kind", kind, get_args(Kind))
         self.height = height
         self.width = width
         self.kind: Kind = kind

@@ -60,10 +60,6 @@ def complain(sentence: str) -> None:
         print(f"fastrpb: {sentence}", file=sys.stderr)
 
 
-def _left_out(error: ValueError) -> None:
-    complain(f"left out: {error}")
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(__version__)
@@ -296,9 +292,9 @@ def sweep(
     command again to go on.
 
     Examples:
-    - `fastrpb sweep mnist --trials 20 --epochs 5`
+    - `fastrpb sweep mnist --trials 20 --epochs 5 --out runs/search`
     - `fastrpb sweep mnist --out /shared/study` on every machine
-    - `fastrpb train --config runs/sweep-mnist-sikf-fastrpb-s0/best.json`
+    - `fastrpb train --config runs/search/best.json --epochs 25`: with the rate it found
     """
     from fastrpb.sweep import sweep as search
     from fastrpb.train import Interruption
@@ -420,7 +416,13 @@ def report(
         raise ValueError(f"--pixel takes a row and a column, as 12,10; got {pixel!r}")
     where = (numbers[0], numbers[1]) if numbers else None
     folders = runs or [Path("runs")]
-    page = write_report(folders, out, pixel=where, bench=bench, on_damaged=_left_out)
+    page = write_report(
+        folders,
+        out,
+        pixel=where,
+        bench=bench,
+        on_damaged=lambda error: complain(f"left out: {error}"),
+    )
     print(f"look at {page}")
 
 

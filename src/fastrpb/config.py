@@ -6,7 +6,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from fastrpb.checks import check_choice, check_size, nearest
+from fastrpb.checks import check_choice, check_flag, check_number, check_size, nearest
 from fastrpb.data import task
 from fastrpb.files import shipped_or
 from fastrpb.model_config import ON_OUTPUT, ModelConfig
@@ -94,19 +94,17 @@ class RunConfig:
             if type(value) is not int or not 0 <= value < 2**31:
                 raise ValueError(f"{name}={value!r} must be a whole number from 0 to {2**31 - 1}")
         for name in _NUMBERS:
+            if name in ("clip", "bias_decay") and getattr(self, name) is None:
+                continue
             value = getattr(self, name)
             below = 1 if name == "beta2" else 1e300  # whole numbers can be too large for a float
-            if value is None and name in ("clip", "bias_decay"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"{name}={value!r} must be a number")
+            check_number(name, value)
             if not 0 <= value < below:
                 raise ValueError(f"{name}={value} must be from 0 to below {below}")
             if name in ("clip", "eps") and not value:
                 raise ValueError(f"{name}=0 leaves nothing of the gradients; give more")
             object.__setattr__(self, name, float(value))  # 1 and 1.0 are equal, but not as JSON
-        if not isinstance(self.compile, bool):
-            raise ValueError(f"compile={self.compile!r} must be true or false")
+        check_flag("compile", self.compile)
 
     def _check_task(self) -> None:
         facts = task(self.task)
@@ -128,11 +126,11 @@ class RunConfig:
         parts, words = processes * self.accumulate, f"accumulate={self.accumulate}"
         words = words if processes == 1 else f"{processes} processes times {words}"
         if self.batch_size % parts:
-            raise ValueError(f"batch_size={self.batch_size} does not part into {words}")
+            raise ValueError(f"batch_size={self.batch_size} is not divisible by {words}")
         if self.model.head_norm and self.batch_size == parts:
             raise ValueError(
-                f"head_norm compares the examples of a pass, and batch_size={self.batch_size} "
-                f"leaves one for each of {words}; it must be at least {2 * parts}"
+                f"head_norm is a batch norm and needs two examples a pass: batch_size="
+                f"{self.batch_size} leaves one for each of {words}; use at least {2 * parts}"
             )
 
     def check_bias_is_read(self) -> None:
@@ -140,8 +138,8 @@ class RunConfig:
         model = self.model
         if model.layers == 1 and model.pooling == "cls" and model.position in ON_OUTPUT:
             raise ValueError(
-                "in the only layer CLS alone is read, which gets no bias: FastRPB would do "
-                "nothing; use pooling='mean' or two layers"
+                "with one layer and pooling='cls' only CLS is read, which gets no bias: FastRPB "
+                "would change nothing; use pooling='mean' or at least two layers"
             )
 
     def learning_rate_at(self, step: int, steps: int) -> float:

@@ -22,6 +22,7 @@ from fastrpb.bias import FastRPB
 from fastrpb.bias2d import FastRPB2d
 from fastrpb.presets import COLUMNS, ROWS
 from fastrpb.tables import Cells, rows_and_columns
+from fastrpb.toeplitz import additive_parts
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 MARKS = ("o", "s", "^", "D", "v", "P", "X")
@@ -70,9 +71,7 @@ def weights_of(bias: FastRPB | FastRPB2d) -> Tensor:
     w = bias.weights().detach().float().cpu()
     if bias.kind == "full":
         return w
-    middle = w.shape[-1] // 2
-    rows = w[:, middle - bias.height + 1 : middle + bias.height]
-    columns = w[:, middle - bias.width + 1 : middle + bias.width]
+    rows, columns = additive_parts(w, bias.height, bias.width)
     return rows.unsqueeze(-1) + columns.unsqueeze(-2)
 
 
@@ -132,7 +131,7 @@ def weights_figure(layers: Sequence[Tensor], word: str = "head") -> Figure:
         box = (-end, end, len(w) - 0.5, -0.5)
         _heat(figure, ax, w, extent=box, aspect="auto", interpolation="nearest")
         ax.set_ylabel(f"layer {number}\n{word}")
-        ax.set_yticks(_ends(len(w)))
+        ax.set_yticks(sorted({0, len(w) - 1}))
     axes[-1].set_xlabel(
         "distance m - n from the reading token to the read one, in tokens"
         + ("; the largest weight of each column" if layers[0].shape[-1] > _STRIP else "")
@@ -322,10 +321,6 @@ def _reach(w: Tensor) -> int:
     squares = w.square()
     both = squares[reach:] + squares[: reach + 1].flip(0)
     return int((both.cumsum(0) < 0.99 * both.sum()).sum().clamp(max=reach))
-
-
-def _ends(count: int) -> list[int]:
-    return [0] if count == 1 else [0, count - 1]
 
 
 def _looks() -> Iterator[tuple[str, str]]:

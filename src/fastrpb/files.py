@@ -40,6 +40,11 @@ def reason_of(error: Exception) -> str:
     return str(error)
 
 
+def first_line(error: Exception) -> str:
+    """The first line of what an error says, or its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
 def is_full(error: Exception) -> bool:
     """Whether a write may have failed for want of space: numpy and safetensors do not say it."""
     return getattr(error, "errno", None) in (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

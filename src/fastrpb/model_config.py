@@ -61,7 +61,7 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
     embedding_init: Annotated[
         EmbeddingInit, "first embeddings: independent, or alike for near ids as of grey levels"
     ] = "normal"
-    causal: Annotated[bool, "each token sees the earlier ones alone"] = False
+    causal: Annotated[bool, "each token sees only itself and earlier ones"] = False
     image: Annotated[tuple[int, int] | None, "height and width, for fastrpb2d"] = None
     bias_kind: Annotated[Kind, "of fastrpb2d"] = "additive"
     bias_init: Annotated[BiasInit, "first weights of the bias"] = "local"

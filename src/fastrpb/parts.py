@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fastrpb.config import RunConfig
 from fastrpb.data import Batch, Dataset, Task, load, task
+from fastrpb.files import first_line
 from fastrpb.model import Classifier, PairClassifier
 
 _PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -100,10 +101,9 @@ def clear_errors(config: RunConfig, accelerator: Accelerator) -> Iterator[None]:
         yield
     except RuntimeError as error:  # torch.OutOfMemoryError is one, and the CPU's has no name
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            reason = str(error).strip().splitlines()[0]
             raise ValueError(
-                f"torch.compile cannot compile the model here: {reason}; remove the run's folder "
-                "and begin again with --no-compile"
+                f"torch.compile cannot compile the model here: {first_line(error)}; remove the "
+                "run's folder and begin again with --no-compile"
             ) from error
         too_large = any(word in str(error) for word in ("alloc", "size calculation overflow"))
         if not isinstance(error, torch.OutOfMemoryError) and not too_large:

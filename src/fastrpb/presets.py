@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from fastrpb.checks import check_choice, nearest
+from fastrpb.checks import check_choice
 from fastrpb.config import RunConfig, differences, override
 from fastrpb.data import TASKS, task
 from fastrpb.model_config import ON_OUTPUT, Attention, Features, ModelConfig, Position
@@ -60,13 +60,8 @@ def preset(
     >>> preset("mnist", features="dpfp").learning_rate
     7e-05
     """
-    if task not in TASKS:
-        raise _unknown(task)
+    check_choice("task", task, TASKS)
     return _SETUPS[task](attention, features, position)
-
-
-def _unknown(task: str) -> ValueError:
-    return ValueError(f"unknown task {task!r}; {nearest(task, TASKS)}")
 
 
 def digits(attention: Attention, features: Features, position: Position) -> RunConfig:
@@ -233,10 +228,9 @@ def best(task: str) -> RunConfig:
     >>> best("mnist").model.filters
     64
     """
-    if task not in TASKS:
-        raise _unknown(task)
+    check_choice("task", task, TASKS)
     if task not in BEST:
-        raise ValueError(f"there is a best set-up for {', '.join(BEST)}, not for {task!r}")
+        raise ValueError(f"there is no best set-up for {task!r}, only for {', '.join(BEST)}")
     return BEST[task]()
 
 

@@ -11,6 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from fastrpb.files import first_line
+
 
 class Replayed:
     """A function of tensors on a GPU, recorded for each of their shapes and then replayed.
@@ -52,10 +54,9 @@ class Replayed:
                 graph.capture_end()
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            reason = str(error).strip().splitlines()[0]
             raise ValueError(
-                f"the GPU cannot record a step: {reason}; remove the run's folder and begin again "
-                "with --no-compile"
+                f"the GPU cannot record a step: {first_line(error)}; remove the run's folder and "
+                "begin again with --no-compile"
             ) from error
 
         def replay(*inputs: Tensor) -> Tensor:

@@ -30,9 +30,9 @@ from fastrpb import figures
 from fastrpb.config import changes, completed, flat
 from fastrpb.evaluate import load_run
 from fastrpb.files import replacing, shipped_or
-from fastrpb.presets import CELL, COLUMNS, ROWS
+from fastrpb.presets import CELL, COLUMNS, ROWS, row
 from fastrpb.run import Run, read_records, same_config
-from fastrpb.tables import Table, as_html, as_latex, as_markdown, cells, tables_of
+from fastrpb.tables import Table, as_html, as_latex, as_markdown, tables_of
 
 _T = TypeVar("_T")
 _PIXEL = (12, 10)  # the paper's
@@ -266,8 +266,9 @@ def _digest(entry: Entry) -> str | None:
 
 
 def _cell_name(config: dict[str, Any]) -> str:
-    ((row, column),) = cells([{"config": config}], lambda _: 0.0)
-    return f"{ROWS[row]}, {COLUMNS[column]}"
+    model = config["model"]
+    name = row(model["attention"], model["features"])
+    return f"{ROWS[name]}, {COLUMNS[model['position']]}"
 
 
 def _weights(run: Run) -> list[Tensor]:

@@ -28,10 +28,10 @@ class Display:
     """
 
     def __init__(self) -> None:
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = Console(highlight=False)
         name = TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=28))
         words = TextColumn("{task.fields[words]}", table_column=Column(no_wrap=True))
-        self.bars = Progress(name, BarColumn(12), words)
+        self.bars = Progress(name, BarColumn(12), words, console=self.console)
         self.tasks: dict[str, TaskID] = {}
         self.last = time.monotonic()
 
@@ -44,7 +44,7 @@ class Display:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.tasks:
+        if self.bars.live.is_started:  # whether or not a bar is left
             self.bars.stop()
 
     def progress(self, name: str, progress: runs.Progress) -> None:
@@ -65,8 +65,7 @@ class Display:
         self.say(f"{name}: {words}")
 
     def say(self, line: str) -> None:
-        console = self.bars.console if self.console.is_terminal else self.console
-        console.print(Text(line), soft_wrap=True)
+        self.console.print(Text(line), soft_wrap=True)
 
 
 def in_words(progress: runs.Progress) -> str:

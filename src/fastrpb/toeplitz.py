@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastrpb.checks import (
+    check_choice,
     check_flag,
     check_floating,
     check_size,
@@ -110,7 +111,7 @@ def toeplitz_2d(w: Tensor, shape: tuple[int, int]) -> Tensor:
         rows = w.unfold(1, height, 1).flip(1)  # (heads, H, 2W-1, H): i, dx, k
         full = rows.unfold(2, width, 1).flip(2)  # (heads, H, W, H, W): i, j, k, l
     else:
-        down, across = _additive_parts(w, height, width)
+        down, across = additive_parts(w, height, width)
         full = toeplitz(down)[..., :, None, :, None] + toeplitz(across)[..., None, :, None, :]
     return full.flatten(-4, -3).flatten(-2, -1)
 
@@ -152,8 +153,9 @@ def toeplitz_matmul(
     """
     _check_pair(w, v)
     check_flag("causal", causal)
+    check_size("prefix", prefix, least=0)
     n = v.shape[-2] - prefix
-    if prefix < 0 or n < 1:
+    if n < 1:
         raise ValueError(f"v has {v.shape[-2]} positions, none after a prefix of {prefix}")
     m = n if out_length is None else out_length
     check_size("out_length", m)
@@ -216,7 +218,7 @@ def _additive(w: Tensor, v: Tensor, height: int, width: int, impl: Impl) -> Tens
         lines = product(w, sums.flatten(0, 1), 1 - sums.shape[3], sums.shape[3], "triton")
         lines = lines.unflatten(0, (2, -1))
         return _restore(apply(ops.ImageSpread, lines, height, width, v.dtype), lead, v)
-    down, across = _additive_parts(w, height, width)
+    down, across = additive_parts(w, height, width)
     image = v.unflatten(-2, (height, width))
     dtype = compute_dtype(w, v)
     down = toeplitz_matmul(down, image.sum(-2, dtype=dtype), impl=impl)
@@ -307,8 +309,7 @@ def _use_triton(impl: str, w: Tensor, v: Tensor) -> bool:
 
 def _use_fft(impl: str, entries: int, length: int, v: Tensor) -> bool:
     if impl != "auto":
-        if impl not in get_args(Impl):
-            raise ValueError(f"unknown impl={impl!r}; choose from {', '.join(get_args(Impl))}")
+        check_choice("impl", impl, get_args(Impl))
         return impl == "fft"
     if not isinstance(length, int):
         return True  # exported for any length
@@ -318,7 +319,7 @@ def _use_fft(impl: str, entries: int, length: int, v: Tensor) -> bool:
     return not cost.prefers_dense(entries, length, heads, columns)
 
 
-def _additive_parts(w: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+def additive_parts(w: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
     """The weights of the vertical and of the horizontal distances: middle slices of w."""
     zero = w.shape[-1] // 2
     return w[..., zero - height + 1 : zero + height], w[..., zero - width + 1 : zero + width]
@@ -346,9 +347,11 @@ def _broadcast_lead(w: Tensor, heads: torch.Size, v: Tensor) -> torch.Size:
 
 
 def _check_shape(shape: tuple[int, int]) -> tuple[int, int]:
-    if not isinstance(shape, tuple | list) or len(shape) != 2 or min(shape) < 1:
-        raise ValueError(f"shape must be (height, width), both at least 1; got {shape!r}")
+    if not isinstance(shape, tuple | list) or len(shape) != 2:
+        raise ValueError(f"shape must be (height, width), got {shape!r}")
     height, width = shape
+    check_size("height", height)
+    check_size("width", width)
     return height, width
 
 

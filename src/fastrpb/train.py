@@ -25,7 +25,7 @@ from accelerate.utils import ProjectConfiguration, broadcast_object_list
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fastrpb.checks import nearest
+from fastrpb.checks import check_choice
 from fastrpb.config import RunConfig
 from fastrpb.data import Batch, Batches, Dataset, Split
 from fastrpb.evaluate import Metrics, evaluate, evaluation_batch, trained
@@ -460,7 +460,6 @@ class _Stop(Exception):  # noqa: N818
 
 def _check_trackers(names: Sequence[str]) -> None:
     for name in names:
-        if name not in TRACKERS:
-            raise ValueError(f"unknown tracker={name!r}; {nearest(name, TRACKERS)}")
+        check_choice("tracker", name, TRACKERS)
         if find_spec(name) is None:
             raise ValueError(f"tracker={name!r} needs the package {name}: pip install {name}")

@@ -14,7 +14,7 @@ from fastrpb.bench.cpu import bench_cpu
 from fastrpb.bench.gpu import bench_gpu
 from fastrpb.bench.measure import device, machine, table
 from fastrpb.bench.model import bench_model
-from fastrpb.checks import nearest
+from fastrpb.checks import check_choice
 from fastrpb.files import replacing
 
 BENCHES = {"cpu": bench_cpu, "model": bench_model, "gpu": bench_gpu}
@@ -22,8 +22,7 @@ BENCHES = {"cpu": bench_cpu, "model": bench_model, "gpu": bench_gpu}
 
 def bench(name: str) -> Path:
     """Measure, print the tables and write them to results/NAME.json; layers on a GPU: model-gpu."""
-    if name not in BENCHES:
-        raise ValueError(f"unknown benchmark {name!r}; {nearest(name, BENCHES)}")
+    check_choice("benchmark", name, BENCHES)
     torch.manual_seed(0)
     tables = BENCHES[name]()
     for title, rows in tables.items():

@@ -8,6 +8,7 @@ from PIL import Image, UnidentifiedImageError
 
 from fastrpb.data.dataset import DataError, Task
 from fastrpb.data.drawing import draw
+from fastrpb.files import first_line
 
 _RED, _GREEN, _BLUE = (np.float32(weight) for weight in (0.2989, 0.5870, 0.1140))
 
@@ -57,7 +58,7 @@ def grey(blob: bytes, shape: tuple[int, int], where: object) -> bytes:
     except UnidentifiedImageError:
         raise DataError(f"{where}: not a readable image (of no known format)") from None
     except Exception as error:  # Pillow's readers of damaged files raise nearly everything
-        raise DataError(f"{where}: not a readable image ({_first_line(error)})") from error
+        raise DataError(f"{where}: not a readable image ({first_line(error)})") from error
 
 
 def grey_cell(shape: tuple[int, int], cell: object, where: str) -> bytes:
@@ -86,7 +87,3 @@ def grey_file(path: Path, shape: tuple[int, int]) -> bytes:
     except OSError as error:
         raise DataError(f"cannot read the image {path}: {error.strerror}") from error
     return grey(blob, shape, path)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

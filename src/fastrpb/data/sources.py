@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from fastrpb.data.cache import Files, cached
 from fastrpb.data.dataset import DataError, Split, check_labels, corpus
+from fastrpb.files import first_line
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,9 @@ def download(repo: str, patterns: list[str]) -> Path:
             huggingface_hub.snapshot_download(repo, repo_type="dataset", allow_patterns=patterns)
         )
     except Exception as error:  # the client lets through errors of whatever it transfers with
-        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise DataError(
-            f"the download of {repo} from the Hub failed ({reason}); run again to go on where it "
-            "stopped, or fetch the files elsewhere and pass their folder with --data-dir"
+            f"the download of {repo} from the Hub failed ({first_line(error)}); run again to go on "
+            "where it stopped, or fetch the files elsewhere and pass their folder with --data-dir"
         ) from error
 
 
@@ -118,9 +118,8 @@ def read_parquet(path: Path, columns: Sequence[str]) -> dict[str, list]:
             )
         table = pq.read_table(path, columns=list(columns))
     except (pa.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
         raise DataError(
-            f"{path} is not a whole parquet file ({reason}); download it again"
+            f"{path} is not a whole parquet file ({first_line(error)}); download it again"
         ) from error
     for name in columns:
         if table[name].null_count:

@@ -363,7 +363,9 @@ def _attention(
         )
     _check_not_packed(implementation, query, attention_mask, settings)
     output, weights = function(layer, query, key, value, attention_mask, **settings)
-    value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    groups = query.shape[1] // value.shape[1]
+    if groups > 1:  # even a repetition by one would be a copy
+        value = value.repeat_interleave(groups, dim=1)
     no_mask = implementation == "sdpa" and attention_mask is None
     if _causal(bias) and no_mask and query.shape[2] > 1:
         value = value[:, :, : query.shape[2]]  # the slots of a static cache that are empty yet

@@ -4,7 +4,6 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportIncompatibleMethodOverride=false
 
-from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
@@ -409,17 +408,8 @@ class FastRPBForCausalLM(_FastRPBForTokens, GenerationMixin):
             model_kwargs["past_key_values"] = FastRPBCache(config.layers)
 
 
-def _register(models: Sequence[tuple[type, type[FastRPBPreTrainedModel]]]) -> None:
-    AutoConfig.register(FastRPBConfig.model_type, FastRPBConfig)
-    for auto, model in models:
-        auto.register(FastRPBConfig, model)
-
-
-_register(
-    (
-        (AutoModel, FastRPBModel),
-        (AutoModelForSequenceClassification, FastRPBForSequenceClassification),
-        (AutoModelForMaskedLM, FastRPBForMaskedLM),
-        (AutoModelForCausalLM, FastRPBForCausalLM),
-    )
-)
+AutoConfig.register(FastRPBConfig.model_type, FastRPBConfig)
+AutoModel.register(FastRPBConfig, FastRPBModel)
+AutoModelForSequenceClassification.register(FastRPBConfig, FastRPBForSequenceClassification)
+AutoModelForMaskedLM.register(FastRPBConfig, FastRPBForMaskedLM)
+AutoModelForCausalLM.register(FastRPBConfig, FastRPBForCausalLM)

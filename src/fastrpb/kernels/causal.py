@@ -24,6 +24,7 @@ from fastrpb.kernels.launch import launch, power_of_2
 from fastrpb.kernels.tiles import (
     HIDDEN,
     buffers,
+    divisor,
     dot,
     features,
     kept,
@@ -69,12 +70,6 @@ def is_large(lift, KIND: tl.constexpr):
 @triton.jit
 def row_features(lift, real, KIND: tl.constexpr):
     return tl.where(real, tl.exp(lift) if KIND == 0 else features(lift, KIND), 0.0)
-
-
-@triton.jit
-def divisor(total):
-    """What to divide by, also where there is nothing."""
-    return tl.where(total == 0, 1.0, total)
 
 
 @triton.jit

@@ -18,7 +18,6 @@ from fastrpb.kernels.causal import (
     PROGRAMS,
     chunk_options,
     column_features,
-    divisor,
     is_large,
     is_real,
     row_features,
@@ -27,6 +26,7 @@ from fastrpb.kernels.causal import (
 from fastrpb.kernels.launch import launch
 from fastrpb.kernels.tiles import (
     HIDDEN,
+    divisor,
     dot,
     kept,
     load,

@@ -36,8 +36,8 @@ def _sums(
     BK: tl.constexpr,
 ):
     """The sums of a band of rows within a group of columns, by a matrix of zeros and ones."""
-    group, band = tl.program_id(0) % groups, tl.program_id(0) // groups
-    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    group, band = tl.program_id(0) % groups, tl.program_id(0) // groups % bands
+    b, h = (tl.program_id(0) // (groups * bands)).to(tl.int64), tl.program_id(1).to(tl.int64)
     top, left = band * share, group * COLUMNS
     v += b * vb + h * vh + (top * width + left).to(tl.int64) * vn
     parts += (b * heads + h) * (groups * height + bands * width) * DIM
@@ -100,10 +100,11 @@ def _spread(
     COLUMNS: tl.constexpr,
 ):
     """y[i, j] = rows[i] + columns[j]."""
-    tiles = tl.cdiv(width, COLUMNS)
-    i = tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)
-    j = tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)
-    bh = tl.program_id(2).to(tl.int64) * heads + tl.program_id(1)
+    across, down = tl.cdiv(width, COLUMNS), tl.cdiv(height, ROWS)
+    i = tl.program_id(0) // across % down * ROWS + tl.arange(0, ROWS)
+    j = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
+    b = (tl.program_id(0) // (across * down)).to(tl.int64)
+    bh = b * heads + tl.program_id(1)
     d = tl.arange(0, D)
     real = (d < DIM)[None, :]
     at = (bh * side + i)[:, None] * DIM + d[None, :]
@@ -129,7 +130,7 @@ def sums(v: Tensor, height: int, width: int) -> Tensor:
     parts = v.new_empty(batch, heads, groups * height + bands * width, dim, dtype=torch.float32)
     numbers = height, width, heads, groups, bands, share, *v.stride()[:3]
     tile = {"DIM": dim, "D": d, "COLUMNS": columns, "BM": 2 * columns, **SUMS}
-    launch(_sums, (groups * bands, heads, batch), v, parts, *numbers, **tile)
+    launch(_sums, (groups * bands * batch, heads), v, parts, *numbers, **tile)
     out = v.new_empty(2, batch, heads, side, dim, dtype=torch.float32)
     grid = batch * heads, ceil_div(side, 16), 2
     launch(_total, grid, parts, out, height, width, groups, bands, side, DIM=dim, D=d, ROWS=16)
@@ -140,6 +141,6 @@ def spread(x: Tensor, height: int, width: int, y: Tensor) -> None:
     """Fill y (batch, heads, H·W, dim), contiguous, from contiguous lines like those of `sums`."""
     _, batch, heads, side, dim = x.shape
     columns = min(WIDE, power_of_2(width))
-    grid = ceil_div(height, ROWS) * ceil_div(width, columns), heads, batch
+    grid = ceil_div(height, ROWS) * ceil_div(width, columns) * batch, heads
     tile = {"DIM": dim, "D": power_of_2(dim), "ROWS": ROWS, "COLUMNS": columns}
     launch(_spread, grid, x[0], x[1], y, height, width, side, heads, **tile)

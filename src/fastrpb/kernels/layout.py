@@ -6,13 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrpb.kernels.launch import ceil_div, launch, power_of_2
+from fastrpb.kernels.ops import heads_inside
 
 SWAP = {"BR": 128, "BC": 128, "num_warps": 8}
-
-
-def heads_inside(v: Tensor) -> bool:
-    """Whether memory runs over (batch, length, heads, dim), not (batch, heads, length, dim)."""
-    return v.shape[1] > 1 and v.stride(1) < v.stride(2)
 
 
 @triton.jit
@@ -27,8 +23,9 @@ def unit(largest):
 @triton.jit
 def _largest(x, out, heads, length, dim, sb, sh, sn, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """out[b, h] = max |x[b, h]| by its bits, which are ordered like the numbers."""
-    b, h = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    n = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    tiles = tl.cdiv(length, ROWS)
+    b, h = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
+    n = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     d = tl.arange(0, COLUMNS)[None, :]
     inside = (n < length) & (d < dim)
     block = tl.load(x + b * sb + h * sh + n * sn + d, mask=inside, other=0.0).to(tl.float32)
@@ -42,7 +39,7 @@ def largest(x: Tensor) -> Tensor:
     out = x.new_zeros(batch, heads, dtype=torch.float32)
     columns = power_of_2(dim)
     rows = max(1, 16384 // columns)
-    grid = ceil_div(length, rows), batch, heads
+    grid = ceil_div(length, rows) * batch, heads
     bits = out.view(torch.int32)
     numbers = heads, length, dim, *x.stride()[:3]
     launch(_largest, grid, x, bits, *numbers, ROWS=rows, COLUMNS=columns, num_warps=8)

@@ -26,6 +26,7 @@ from fastrpb.kernels.launch import launch, power_of_2
 from fastrpb.kernels.tiles import (
     HIDDEN,
     buffers,
+    divisor,
     dot,
     features,
     kept,
@@ -56,11 +57,6 @@ def _query_weights(q, z, shift, DIM: tl.constexpr, WIDTH: tl.constexpr, KIND: tl
             x = tl.where((tl.arange(0, WIDTH) < DIM)[None, :], x, HIDDEN)
         return tl.exp(x - tl.max(x, 1)[:, None]) * z[None, :]
     return features(q, KIND) * z[None, :]
-
-
-@triton.jit
-def _inverse(total):
-    return 1 / tl.where(total == 0, 1.0, total)
 
 
 @triton.jit
@@ -166,7 +162,7 @@ def _merge(
             block *= decay[:, :, None]
         total += tl.sum(block, 0)
     if MEANS:
-        total *= _inverse(z)[:, None]
+        total *= (1 / divisor(z))[:, None]
     row = bh * WIDTH + f
     tl.store(means_out + row[:, None] * VWIDTH + tl.arange(0, VWIDTH)[None, :], total)
     tl.store(norms_out + row, z)
@@ -221,7 +217,7 @@ def _output(
             out = tl.dot(weight, u_high, tl.dot(weight, u_low, out))
         else:
             out = dot(weight, u, out, FULL)
-        out *= _inverse(tl.sum(weight.to(tl.float32), 1))[:, None]
+        out *= (1 / divisor(tl.sum(weight.to(tl.float32), 1)))[:, None]
         if PLUS:
             out += load(plus, pn, n, n < end, VDIM, VWIDTH).to(tl.float32)
         store(y, yn, n, end, out, VDIM, VWIDTH)
@@ -271,7 +267,7 @@ def _query_gradients(
         n = start + tl.arange(0, BLOCK)
         x = load(q, qn, n, n < end, DIM, WIDTH).to(tl.float32)
         p = _query_weights(x, z, shift, DIM, WIDTH, KIND)
-        inverse = _inverse(tl.sum(p, 1))[:, None]
+        inverse = (1 / divisor(tl.sum(p, 1)))[:, None]
         p *= inverse
         upstream = load(g, gn, n, n < end, VDIM, VWIDTH)
         t = dot(upstream, tl.trans(u), tl.zeros((BLOCK, WIDTH), tl.float32), FULL)
@@ -332,7 +328,7 @@ def _key_gradients(
     shift = tl.load(shifts + (b * heads + h) * WIDTH + tl.arange(0, WIDTH))
     du, d_log_z = load_state(d_means, d_norms, b * heads + h, WIDTH, VWIDTH)
     constant = d_log_z - tl.sum(u * du, 1)
-    inverse = tl.where(z == 0, 0.0, _inverse(z))
+    inverse = tl.where(z == 0, 0.0, 1 / divisor(z))
     end = tl.minimum(count, (part + 1) * share)
     for start in tl.range(part * share, end, BLOCK):
         n = start + tl.arange(0, BLOCK)

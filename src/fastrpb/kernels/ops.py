@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fastrpb.kernels.autograd import apply
+from fastrpb.kernels.autograd import apply, into_axis
 from fastrpb.kernels.launch import favor_features, tile_width
 
 # Measured on an NVIDIA H200, with torch 2.11 and Triton 3.6. In distances of a head:
@@ -303,7 +303,7 @@ class ImageSums(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, v, height, width):  # pyright: ignore[reportIncompatibleMethodOverride]
-        sums = apply(ImageSums, into_batch(v, in_dims[0], info.batch_size), height, width)
+        sums = apply(ImageSums, into_axis(v, in_dims[0], info.batch_size, 0), height, width)
         return sums.unflatten(1, (info.batch_size, -1)), 1
 
 
@@ -325,11 +325,5 @@ class ImageSpread(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, sums, *rest):  # pyright: ignore[reportIncompatibleMethodOverride]
         count = info.batch_size
-        sums = sums.movedim(in_dims[0], 1).flatten(1, 2)
+        sums = into_axis(sums, in_dims[0], count, 1)
         return apply(ImageSpread, sums, *rest).unflatten(0, (count, -1)), 0
-
-
-def into_batch(x: Tensor, mapped: int | None, count: int) -> Tensor:
-    """Merge the axis that `torch.func.vmap` maps over, or `count` copies, into the batch axis."""
-    x = x.expand(count, *x.shape) if mapped is None else x.movedim(mapped, 0)
-    return x.flatten(0, 1)

@@ -7,7 +7,7 @@ operators. The product and its gradients are bilinear, and closed under differen
 import torch
 from torch import Tensor
 
-from fastrpb.kernels.autograd import apply
+from fastrpb.kernels.autograd import apply, into_axis
 from fastrpb.kernels.ops import heads_inside
 
 
@@ -52,8 +52,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, w, v, *rest):  # pyright: ignore[reportIncompatibleMethodOverride]
-        w = _into_heads(w, in_dims[0], info.batch_size, 0)
-        v = _into_heads(v, in_dims[1], info.batch_size, 1)
+        w = into_axis(w, in_dims[0], info.batch_size, 0)
+        v = into_axis(v, in_dims[1], info.batch_size, 1)
         return apply(_Product, w, v, *rest).unflatten(1, (info.batch_size, -1)), 1
 
 
@@ -84,9 +84,9 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, g, w, v, *rest):  # pyright: ignore[reportIncompatibleMethodOverride]
         count = info.batch_size
-        g = _into_heads(g, in_dims[0], count, 1)
-        w = _into_heads(w, in_dims[1], count, 0)
-        v = _into_heads(v, in_dims[2], count, 1)
+        g = into_axis(g, in_dims[0], count, 1)
+        w = into_axis(w, in_dims[1], count, 0)
+        v = into_axis(v, in_dims[2], count, 1)
         dw, dv = apply(_Gradients, g, w, v, *rest)
         return (dw.unflatten(0, (count, -1)), dv.unflatten(1, (count, -1))), (0, 1)
 
@@ -97,12 +97,3 @@ def _transposed(
     """Wᵀ·g, the gradient of v: the weights reversed."""
     n, first = v.shape[-2] - prefix, 1 - first - w.shape[-1]
     return product(w.flip(-1), g, first, n, kernel, prefix, line)
-
-
-def _into_heads(x: Tensor, mapped: int | None, count: int, axis: int) -> Tensor:
-    """Merge the axis that `torch.func.vmap` maps over, or `count` copies, into the heads axis."""
-    if mapped is None:
-        x = x.unsqueeze(axis).repeat_interleave(count, axis)
-    else:
-        x = x.movedim(mapped, axis)
-    return x.flatten(axis, axis + 1)

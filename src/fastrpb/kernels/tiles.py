@@ -53,6 +53,12 @@ def store(x, sn, n, end, value, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def divisor(total):
+    """What to divide by, also where there is nothing."""
+    return tl.where(total == 0, 1.0, total)
+
+
+@triton.jit
 def kept(mask, n, end, MASKED: tl.constexpr):
     keep = n < end
     if MASKED:
