@@ -14,7 +14,7 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
-from fastrpb import DPFP, FavorPlus, attention, elu1, kernels, linear_attention, relu, sikf
+from fastrpb import DPFP, FavorPlus, elu1, fused_attention, kernels, linear_attention, relu, sikf
 from fastrpb.kernels import ops
 from fastrpb.toeplitz import toeplitz_matmul, toeplitz_matmul_2d
 
@@ -80,7 +80,7 @@ def main() -> None:
         for phi in (sikf, elu1, relu, DPFP(), FavorPlus(20, 40)):
             q, k, v = (torch.zeros(2, 2, 300, 20, dtype=dtype, requires_grad=True) for _ in "qkv")
             for causally in (False, True):
-                if attention._fits(phi, q, k, v, causally):
+                if fused_attention._fits(phi, q, k, v, causally):
                     mask = torch.ones(2, 300, dtype=torch.bool)
                     y = linear_attention(
                         q, k, v, phi=phi, mask=mask, causal=causally, plus=v, impl="triton"

@@ -60,6 +60,13 @@ def test_linear_attention_equals_its_definition(phi, m, n, causal):
         torch.testing.assert_close(y.double(), weights @ v.double(), rtol=1e-4, atol=1e-4)
 
 
+def test_more_queries_than_very_negative_keys():
+    q, k, v = inputs(70, 10)
+    y = linear_attention(q, k - 200, v, phi=sikf, causal=True)
+    weights = linear_attention_weights(q, k - 200, phi=sikf, causal=True)
+    torch.testing.assert_close(y, weights @ v, rtol=1e-3, atol=1e-3)
+
+
 @phis
 @causals
 @pytest.mark.parametrize("n", [7, 150])
@@ -199,6 +206,14 @@ def test_softmax_attention_equals_its_definition(m, n, causal):
             torch.testing.assert_close(y.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("mask", [None, torch.ones(2, 30, dtype=torch.bool)])
+def test_softmax_dropout_drops_weights_and_keeps_their_mean(mask):
+    q, k, v = inputs(30, 30)
+    y = softmax_attention(q, k, torch.ones_like(v), mask=mask, dropout=0.5)
+    assert y.std() > 0.05
+    assert 0.9 < y.mean() < 1.1
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @causals
 @phis
@@ -261,16 +276,41 @@ def test_streams_may_begin_with_many_tokens_and_skip_some(phi):
         torch.testing.assert_close(torch.cat(ys, 2), whole[:, :, first:], rtol=1e-4, atol=1e-5)
 
 
-def test_streaming_sikf_survives_growing_keys():
+@pytest.mark.parametrize(
+    ("phi", "changed"),
+    [
+        (sikf, lambda k: k + torch.linspace(0, 9000, 40)[:, None]),
+        (sikf, lambda k: k - 200),
+        (PHIS["favor"], lambda k: 20 * k),  # exponents far below zero, too
+    ],
+    ids=["growing", "very negative", "favor"],
+)
+def test_streams_survive_keys_of_any_size(phi, changed):
     q, k, v = inputs(40, 40)
-    k = k + torch.linspace(0, 9000, 40)[:, None]
-    state, ys = linear_attention_init_state(k, v, phi=sikf), []
+    k = changed(k)
+    state, ys = linear_attention_init_state(k, v, phi=phi), []
     for t in range(40):
         here = (slice(None), slice(None), slice(t, t + 1))
-        y, state = linear_attention_step(q[here], k[here], v[here], state, phi=sikf)
+        y, state = linear_attention_step(q[here], k[here], v[here], state, phi=phi)
         ys.append(y)
-    exact = linear_attention_weights(q.double(), k.double(), phi=sikf, causal=True) @ v.double()
+    weights = linear_attention_weights(q.double(), k.double(), phi=wide(phi), causal=True)
+    exact = weights @ v.double()
     torch.testing.assert_close(torch.cat(ys, 2).double(), exact, rtol=1e-3, atol=1e-3)
+
+
+@phis
+def test_autocast_does_not_round_streams(phi):
+    q, k, v = inputs(10, 10)
+
+    def run():
+        state = linear_attention_state(k[:, :, :9], v[:, :, :9], phi=phi)
+        last = (x[:, :, 9:] for x in (q, k, v))
+        y, after = linear_attention_step(*last, state, phi=phi)
+        return *state, y, *after
+
+    wanted = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(run(), wanted)
 
 
 @pytest.mark.parametrize("prefix", [0, 2])
@@ -382,6 +422,7 @@ def test_compiles_to_one_graph(phi, causal):
 
 
 Q, K, V = inputs(10, 10)
+STATE = linear_attention_init_state(K, V, phi=sikf)
 CAUSAL = FastRPB(3, 10, causal=True)
 
 
@@ -392,6 +433,7 @@ CAUSAL = FastRPB(3, 10, causal=True)
         (lambda: linear_attention(Q[..., :7], K, V, phi=sikf), ValueError, "dim 7 and k has 8"),
         (lambda: linear_attention(Q, K, V[:, :, 1:], phi=sikf), ValueError, "10 positions.*9"),
         (lambda: linear_attention(Q[:1], K, V, phi=sikf), ValueError, r"\(1, 3\), \(2, 3\)"),
+        (lambda: linear_attention(Q, K, V[:1], phi=sikf), ValueError, r"\(2, 3\), \(1, 3\)"),
         (lambda: linear_attention(Q.long(), K, V, phi=sikf), TypeError, "q must.*int64"),
         (lambda: softmax_attention(Q, K, V[0, 0, 0]), ValueError, r"v must.*\(5,\)"),
         (lambda: linear_attention(Q, K[:, :, :0], V, phi=sikf), ValueError, "k has an empty"),
@@ -407,42 +449,30 @@ CAUSAL = FastRPB(3, 10, causal=True)
         (lambda: linear_attention_weights(Q, K, phi=None), TypeError, "feature map"),
         (lambda: linear_attention_init_state(K.int(), V, phi=sikf), TypeError, "int32"),
         (
-            lambda: linear_attention_step(
-                Q[:1, :, :1],
-                K[:1, :, :1],
-                V[:1, :, :1],
-                linear_attention_init_state(K, V, phi=sikf),
-                phi=sikf,
-            ),
+            lambda: linear_attention_step(*(x[:1, :, :1] for x in (Q, K, V)), STATE, phi=sikf),
             ValueError,
             r"state \(2, 3, 8, 6\) is of another.*\(1, 3, 8, 6\)",
         ),
         (
-            lambda: linear_attention_step(
-                Q[:, :, :1],
-                K[:, :, :1],
-                V[:, :, :1],
-                linear_attention_init_state(K, V, phi=sikf),
-                phi=DPFP(2),
-            ),
+            lambda: linear_attention_step(*(x[:, :, :1] for x in (Q, K, V)), STATE, phi=DPFP(2)),
             ValueError,
             r"state \(2, 3, 8, 6\) is of another.*\(2, 3, 32, 6\)",
         ),
         (lambda: softmax_attention(Q, K, V, dropout=2.0), ValueError, "dropout=2.0"),
         (lambda: softmax_attention(Q, K, V.to("meta")), ValueError, "v on meta"),
         (lambda: CAUSAL.step(V[:1, :, :1], CAUSAL.init_state(V)), ValueError, r"\(1, 3, 1, 5\)"),
+        (lambda: CAUSAL.step(V[:, :, :1, :1], CAUSAL.init_state(V)), ValueError, "2, 3, 1, 1"),
         (lambda: softmax_attention(Q, K, V, mask=torch.ones(2, 10)), TypeError, "bool.*float32"),
         (
             lambda: softmax_attention(Q, K, V, mask=torch.ones(2, 9, dtype=torch.bool)),
             ValueError,
             r"\(2, 10\).*\(2, 9\)",
         ),
+        (lambda: linear_attention_step(Q, K, V, STATE, phi=sikf), ValueError, "one token, got 10"),
         (
-            lambda: linear_attention_step(
-                Q, K, V, linear_attention_init_state(K, V, phi=sikf), phi=sikf
-            ),
+            lambda: linear_attention_step(Q[:, :, :1], K, V, STATE, phi=sikf),
             ValueError,
-            "one token, got 10",
+            "1 queries, 10 keys",
         ),
         (lambda: FastRPB(3, 10).init_state(V), ValueError, "causal=True"),
         (lambda: CAUSAL.init_state(V[:, :2]), ValueError, r"3 heads.*\(2, 2, 10, 5\)"),

@@ -6,8 +6,8 @@ import torch
 from fastrpb import (
     DPFP,
     FavorPlus,
-    attention,
     elu1,
+    fused_attention,
     linear_attention,
     linear_attention_weights,
     relu,
@@ -107,8 +107,8 @@ def test_maps_of_ones_own_are_plain_torch():
     x = rand(1, 1, 5, 4)
     with pytest.raises(ValueError, match="got Own"):
         linear_attention(x, x, x, phi=Own(4, 8).to(DEVICE), impl="triton")
-    assert not attention._fits(Own(4, 8), x, x, x, causal=False)
-    assert attention._fits(FavorPlus(4, 8), x, x, x, causal=False)
+    assert not fused_attention._fits(Own(4, 8), x, x, x, causal=False)
+    assert fused_attention._fits(FavorPlus(4, 8), x, x, x, causal=False)
 
 
 @pytest.mark.parametrize(

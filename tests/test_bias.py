@@ -105,6 +105,16 @@ def test_an_envelope_multiplies_every_weight_by_its_decay(bias):
     assert rpb.bfloat16().matrix(n).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("bias", ALL)
+def test_the_envelope_comes_before_the_threshold(bias):
+    rpb, plain = bias(envelope=(1, 8), threshold=0.3), bias(threshold=0.3)
+    scale = torch.tensor([1.0, 8**0.5, 8.0]).view(3, *[1] * (plain.w.dim() - 1))
+    with torch.no_grad():
+        rpb.w.normal_()
+        plain.w.copy_(rpb.w * torch.exp(-distances(plain) / scale))
+    torch.testing.assert_close(rpb.matrix(tokens(rpb)), plain.matrix(tokens(rpb)))
+
+
 @pytest.mark.parametrize("fill", [init.local(1, 4), init.normal(1.0), init.zero])
 @pytest.mark.parametrize("bias", ALL)
 def test_the_first_weights_under_an_envelope_are_those_of_the_init_but_for_far_ones(bias, fill):
@@ -216,6 +226,12 @@ def test_masked_tokens_contribute_nothing(rpb):
     assert torch.equal(rpb(v, torch.ones(2, 20, dtype=torch.bool)), rpb(v))
 
 
+@pytest.mark.parametrize("rpb", [FastRPB(3, 20), FastRPB2d(3, 4, 5)], ids=["1d", "2d"])
+def test_a_mask_without_batch(rpb):
+    v, mask = torch.randn(3, 20, 4), torch.rand(20) < 0.5
+    torch.testing.assert_close(rpb(v, mask), rpb(v[None], mask[None])[0])
+
+
 @pytest.mark.parametrize("flags", FLAGS)
 def test_gradients(flags):
     rpb = FastRPB(3, 200, prefix=1, **flags)
@@ -288,6 +304,12 @@ def test_state_dict_round_trip_and_other_lengths():
         FastRPB(3, 20, causal=True).load_state_dict(FastRPB(3, 12, causal=True).state_dict())
     with pytest.raises(RuntimeError, match=r"\(3, 15\) are not the \(3, 11\).*4×6 pixels"):
         FastRPB2d(3, 4, 6).load_state_dict(FastRPB2d(3, 8, 8).state_dict())
+
+
+def test_a_state_dict_may_be_plain():
+    rpb, state = FastRPB(3, 20), {}
+    rpb.state_dict(destination=state)
+    assert torch.equal(state["w"], rpb.w)
 
 
 @pytest.mark.parametrize(
@@ -438,3 +460,14 @@ def test_resized_it_trains_as_before(rpb):
     again = rpb.requires_grad_(True).train().resize(*size)
     assert again.training
     assert again.w.requires_grad
+
+
+@pytest.mark.parametrize(
+    "other",
+    [FastRPB(3, 20, init=init.zero).resize(30), FastRPB2d(3, 4, 5, init=init.zero).resize(6, 6)],
+    ids=["1d", "2d"],
+)
+def test_resized_it_keeps_its_init(other):
+    other.w.data.normal_()
+    other.reset_parameters()
+    assert not other.w.any()

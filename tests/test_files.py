@@ -31,6 +31,16 @@ def test_what_a_link_points_to_is_replaced(tmp_path):
     assert [path.name for path in target.parent.iterdir()] == ["x.txt"]
 
 
+def test_a_file_is_for_those_whom_the_umask_lets(tmp_path):
+    before = os.umask(0o027)
+    try:
+        with replacing(tmp_path / "x") as part:
+            part.touch(0o600)
+        assert (tmp_path / "x").stat().st_mode & 0o777 == 0o640
+    finally:
+        os.umask(before)
+
+
 def test_a_device_is_not_replaced(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

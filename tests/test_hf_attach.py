@@ -290,6 +290,12 @@ def test_saved_biases_are_small_and_load_into_the_same_base(name, tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["fastrpb.safetensors"]
 
 
+@pytest.mark.parametrize("kind", ["additive", "full"])
+def test_biases_of_images_come_back_in_their_kind(kind, tmp_path):
+    save(attach(make("vit"), kind=kind), tmp_path)
+    assert [bias.kind for bias in biases(load(make("vit"), tmp_path))] == [kind] * LAYERS
+
+
 def test_biases_that_do_not_fit_are_refused(tmp_path):
     save(attach(make("bert"), 30), tmp_path)
     other = make("bert", num_attention_heads=2, num_hidden_layers=3)
@@ -410,7 +416,7 @@ def test_the_implementation_may_change_later():
     attentions = model(**x, output_attentions=True).attentions
     assert attentions[0].shape == (3, HEADS, 21, 21)
     model.config._attn_implementation = "paged|eager"
-    with pytest.raises(ValueError, match=r"do not go with attn_implementation='paged\|eager'"):
+    with pytest.raises(ValueError, match=r"do not support attn_implementation='paged\|eager'"):
         hidden(model, **x)
 
 

@@ -35,6 +35,11 @@ def test_packed_rows(compiled):
         assert (got - base).abs().max() > 0.1
 
 
+def test_the_cache_of_packed_sequences():
+    with pytest.raises(ValueError, match="packed into one row"):
+        attach(llama(), 64)(torch.randint(50, (1, 9)), use_cache=False, cache=object())
+
+
 def test_a_mask_that_another_model_may_take():
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     bert = attach(BertModel(BertConfig(vocab_size=50, **sizes, intermediate_size=32)).eval(), 64)

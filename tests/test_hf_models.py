@@ -10,7 +10,7 @@ import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import pad
+from torch.nn.functional import cross_entropy, pad
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -133,9 +133,9 @@ def test_weights_that_are_missing_begin_as_new_ones_do(tmp_path):
     torch.testing.assert_close(norm, torch.ones(2))
 
 
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_they_are_the_models_of_this_package(pooling):
-    model = FastRPBForSequenceClassification(config(num_labels=4, pooling=pooling)).eval()
+@pytest.mark.parametrize("changes", [{"pooling": "cls"}, {"pooling": "mean"}, {"head_norm": True}])
+def test_they_are_the_models_of_this_package(changes):
+    model = FastRPBForSequenceClassification(config(num_labels=4, **changes)).eval()
     plain = Classifier(model.config.model_config).eval()
     weights = {key.removeprefix("model."): x for key, x in model.state_dict().items()}
     plain.load_state_dict(weights)
@@ -337,6 +337,12 @@ def test_outputs_in_the_forms_users_ask_for(model):
     assert model(torch.full((1, 5), 39)) is not None
 
 
+def test_hidden_states_that_the_config_asks_for():
+    model, x = FastRPBModel(config(output_hidden_states=True)).eval(), tokens()
+    assert len(model(x).hidden_states) == 3
+    assert model(x, output_hidden_states=False).hidden_states is None
+
+
 def test_position_ids_may_be_given():
     model, x = causal(), tokens()
     there = model(x, position_ids=torch.arange(20).expand(3, -1) + 7).logits
@@ -344,6 +350,13 @@ def test_position_ids_may_be_given():
         model(x, position_ids=torch.arange(20).expand(3, -1)).logits, model(x).logits
     )
     assert (there - model(x).logits).abs().max() > 1e-3
+
+
+def test_a_loss_over_the_items_of_several_batches():
+    """As a Trainer that accumulates gradients asks for it."""
+    model, x = FastRPBForMaskedLM(config()).eval(), tokens()
+    wanted = cross_entropy(model(x).logits.flatten(0, 1), x.flatten(), reduction="sum") / 100
+    torch.testing.assert_close(model(x, labels=x, num_items_in_batch=100).loss, wanted)
 
 
 def test_masked_language_model_learns():

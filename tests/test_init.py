@@ -16,6 +16,14 @@ def test_normal_init():
     assert abs(w.mean()) < 0.01
 
 
+def test_defaults():
+    torch.manual_seed(0)
+    first = FastRPB(3, 20).w
+    torch.manual_seed(0)
+    assert torch.equal(FastRPB(3, 20, init=init.local(1, 16)).w, first)
+    assert abs(FastRPB(8, 5000, init=init.normal()).w.std() - 0.02) < 0.001
+
+
 def test_inits_are_written_as_they_are():
     """No module rescales what an init wrote; local itself knows of the additive bias's copies."""
     for kind in ("additive", "full"):

@@ -16,6 +16,7 @@ from fastrpb import (
     load_model,
     save_model,
 )
+from fastrpb.dropout import Dropout
 from fastrpb.model_config import ON_LOGITS
 
 SMALL = {
@@ -145,6 +146,26 @@ def test_a_symmetric_bias_makes_mirror_images_one(symmetric):
     pixels = torch.randint(11, (3, 4, 6))
     difference = (model(pixels.flatten(1)) - model(pixels.flip(2).flatten(1))).abs().max()
     assert difference < 1e-12 if symmetric else difference > 1e-6
+
+
+def test_attention_dropout_is_its_own_setting_and_of_training():
+    model = Classifier(config(attention="softmax", attention_dropout=0.5, dropout=0.2))
+    attend = model.encoder.blocks[0].attention.attend
+    assert attend.dropout == 0.5
+    q, k, v = torch.randn(2, 4, 30, 8), torch.randn(2, 4, 30, 8), torch.ones(2, 4, 30, 1)
+    assert attend(q, k, v, None).std() > 0.05
+    torch.testing.assert_close(attend.eval()(q, k, v, None), v)
+
+
+def test_where_dropout_acts():
+    """On the embeddings, after the attention, in and after the MLP."""
+    model = Classifier(config(dropout=0.1, layers=1, pooling="mean"))
+    shapes = []
+    for x in model.modules():
+        if isinstance(x, Dropout):
+            x.register_forward_hook(lambda module, inputs, y: shapes.append(tuple(y.shape)))
+    model(*batch())
+    assert sorted(shapes) == [*3 * [(4, 24, 16)], (4, 24, 64)]
 
 
 def test_gelu_of_attention_and_bias():

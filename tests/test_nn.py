@@ -137,6 +137,12 @@ def test_softmax_with_a_bias_equals_its_definition():
     torch.testing.assert_close(y, new.out_proj(inner), rtol=1e-4, atol=1e-4)
 
 
+def test_averaged_weights():
+    new = MultiheadAttention(DIM, HEADS, features=sikf)
+    x = inputs(new)
+    torch.testing.assert_close(new(*x)[1], new(*x, average_attn_weights=False)[1].mean(1))
+
+
 @pytest.mark.parametrize("settings", [{"rpb": FastRPB(HEADS, 16)}, {"features": sikf}])
 def test_masks_that_hide_nothing(settings):
     new = MultiheadAttention(DIM, HEADS, batch_first=True, **settings)
@@ -258,6 +264,13 @@ def mistake(call, **settings):
         ),
         (
             mistake(lambda a, q, k, v: a(q, k, v, attn_mask=causal_mask()), rpb=zero()),
+            ValueError,
+            "attn_mask is causal but rpb is not",
+        ),
+        (
+            mistake(
+                lambda a, q, k, v: a(q, k, v, attn_mask=causal_mask()), rpb=FastRPB2d(HEADS, 2, 5)
+            ),
             ValueError,
             "attn_mask is causal but rpb is not",
         ),

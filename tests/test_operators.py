@@ -286,7 +286,7 @@ def test_what_does_not_fit_at_all_says_so():
 def test_a_compiled_last_block_trains_at_any_length(monkeypatch):
     """Slices for CLS alone, in the last block, must not keep the strides of the first length."""
     torch.compiler.reset()
-    monkeypatch.setattr(attention, "_use_triton", lambda *_: True)
+    monkeypatch.setattr(attention, "use_triton", lambda *_: True)
     size = {"dim": 16, "layers": 1, "heads": 2, "vocab_size": 9, "max_length": 40, "dropout": 0.0}
     model = Classifier(ModelConfig(**size, position="fastrpb"))
     for block in model.encoder.blocks:
@@ -329,6 +329,7 @@ def _favor(v, **options):
     ("call", "words"),
     [
         (lambda v: toeplitz_matmul(W.to(v), v, impl="triton"), "float64"),
+        (lambda v: toeplitz_matmul(W.to(v), v.float(), impl="triton"), "float32 .*w .*float64"),
         (lambda v: linear_attention(v, v, v, phi=sikf, impl="triton"), "float64"),
         (lambda v: linear_attention(v, v, v, phi=DPFP(), impl="triton"), "got DPFP.*float64"),
         (lambda v: _favor(v.float(), causal=True), "got causal FavorPlus"),

@@ -48,6 +48,47 @@ def test_gradients_of_a_later_chunk(before, count):
     assert not state.pending.requires_grad
 
 
+def test_few_tokens_have_gradients_where_the_bias_is_frozen():
+    rpb = FastRPB(3, LENGTH, causal=True, prefix=1).requires_grad_(False)
+    v = torch.randn(2, 3, 60, 4)
+    state, new = rpb.init_state(v), v[..., 58:, :].clone().requires_grad_()
+    rpb(v[..., :58, :], state=state)
+    direction = torch.randn_like(new)
+    (got,) = torch.autograd.grad(rpb(new, state=state), new, direction)
+    torch.testing.assert_close(got, rpb.matrix(60)[:, 58:, 58:].mT @ direction)
+
+
+def test_steps_hold_no_gradients():
+    rpb, v = FastRPB(3, 100, causal=True), torch.randn(2, 3, 100, 4, requires_grad=True)
+    state = rpb.init_state(v)
+    ys = [rpb.step(v[..., t : t + 1, :], state)[0] for t in range(100)]
+    assert not any(x.requires_grad for x in (*ys, state.history, state.pending))
+
+
+def test_chunks_keep_the_dtype_of_the_values():
+    rpb, v = FastRPB(3, LENGTH, causal=True), torch.randn(2, 3, LENGTH, 4).bfloat16()
+    state = rpb.init_state(v)
+    parts = [rpb(part, state=state) for part in v.split([100, 90, 10], -2)]
+    assert {part.dtype for part in parts} == {torch.bfloat16}
+    torch.testing.assert_close(torch.cat(parts, -2), rpb(v), rtol=2e-2, atol=2e-2)
+
+
+def test_a_state_is_as_wide_as_the_weights():
+    state = FastRPB(3, LENGTH, causal=True).double().init_state(torch.randn(2, 3, 1, 4))
+    assert state.history.dtype == state.pending.dtype == torch.float64
+
+
+def test_chosen_streams_take_the_sums_to_come_along():
+    rpb = FastRPB(3, LENGTH, causal=True, init=init.normal(1.0))
+    v, chosen = torch.randn(4, 3, LENGTH, 4), torch.tensor([2, 0, 0, 3])
+    state = rpb.init_state(v)
+    with torch.no_grad():
+        rpb(v[..., :130, :], state=state)
+        state = state.select(chosen)
+        later = [rpb.step(v[chosen, :, t : t + 1], state)[0] for t in range(130, LENGTH)]
+    torch.testing.assert_close(torch.cat(later, -2), rpb(v)[chosen, :, 130:], rtol=1e-4, atol=1e-4)
+
+
 def test_a_chunk_that_fails_leaves_the_stream_where_it_was(monkeypatch):
     rpb, v = FastRPB(3, LENGTH, causal=True), torch.randn(2, 3, LENGTH, 4)
     state = rpb.init_state(v)
@@ -104,6 +145,16 @@ def test_a_stream_gives_what_the_whole_gives(position, features):
     torch.testing.assert_close(whole[1:2, 5:], alone, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="25 tokens exceed max_length=24"):
         encoder(tokens[:, :1], streams=streams)
+
+
+def test_masked_tokens_in_later_chunks():
+    encoder = LanguageModel(config()).eval().encoder
+    tokens, mask = torch.randint(11, (3, 24)), torch.ones(3, 24, dtype=torch.bool)
+    mask[0, 12], mask[1, 11:] = False, False
+    streams, parts = [Stream() for _ in encoder.blocks], []
+    for part in (slice(0, 8), slice(8, 16), slice(16, 24)):
+        parts.append(encoder(tokens[:, part], mask[:, part], streams=streams))
+    torch.testing.assert_close(torch.cat(parts, 1), encoder(tokens, mask), rtol=1e-4, atol=1e-5)
 
 
 def test_a_stream_counts_positions_and_keeps_chosen_sequences():

@@ -30,6 +30,14 @@ def test_definition_entry_by_entry():
             assert torch.equal(matrix[:, n, m], w[:, 4 + m - n])
 
 
+def test_a_compiled_rectangle():
+    torch.compiler.reset()
+    w = torch.randn(2, 5 + 3 - 1)
+    compiled = torch.compile(toeplitz, backend="aot_eager", fullgraph=True)
+    for m in (5, 3, 1):
+        assert torch.equal(compiled(w, m), toeplitz(w, m))
+
+
 @pytest.mark.parametrize("shape", IMAGES)
 @pytest.mark.parametrize("full", [False, True])
 def test_definition_2d_entry_by_entry(shape, full):
@@ -255,6 +263,14 @@ def test_dtype_of_the_values_comes_back(dtype, w_dtype, impl):
     y = toeplitz_matmul_2d(image, v, (5, 20), impl=impl)
     wide = torch.promote_types(torch.promote_types(w_dtype, dtype), torch.float32)
     assert_product(y, toeplitz_2d(image.to(wide), (5, 20)), v, 400)
+
+
+@pytest.mark.parametrize("impl", ["dense", "fft"])
+@pytest.mark.parametrize("shape", [(1, 8), (8, 1)])
+def test_sums_of_an_image_do_not_overflow_float16(shape, impl):
+    w, v = torch.full((1, 15), 1 / 64), torch.full((1, 1, 8, 1), 3e4).half()
+    y = toeplitz_matmul_2d(w, v, shape, impl=impl)
+    torch.testing.assert_close(y, (toeplitz_2d(w, shape) @ v.float()).half())
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -6,48 +6,16 @@ key gives zeros. Causal means that output n sees the inputs m <= n, also where M
 Linear attention computes in float32 inside for half precisions, also under autocast.
 """
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastrpb.causal import add_shifted, causal_sums
-from fastrpb.checks import (
-    check_choice,
-    check_flag,
-    check_floating,
-    check_mask,
-    check_values,
-    compute_dtype,
-    kept,
-)
-from fastrpb.features import (
-    DPFP,
-    ELU1,
-    HIDDEN,
-    SIKF,
-    ExpFeatureMap,
-    FavorPlus,
-    Given,
-    Phi,
-    Projected,
-    ReLU,
-    elu1,
-    relu,
-    sikf,
-)
-from fastrpb.kernels import ops
-from fastrpb.kernels.autograd import apply, into_axis
+from fastrpb.checks import check_flag, check_floating, check_mask, check_number, check_values, kept
+from fastrpb.features import HIDDEN, ExpFeatureMap, Phi
+from fastrpb.fused_attention import AttentionImpl, fused_attention, use_triton
 from fastrpb.modes import exact
-
-AttentionImpl = Literal["auto", "torch", "triton"]
-
-# The maps that the kernels know, by number; those of a class of one's own are plain torch.
-_GIVEN, _PROJECTED = 3, 4
-_KINDS = {SIKF: 0, ELU1: 1, ReLU: 2, DPFP: _GIVEN, FavorPlus: _PROJECTED}
-_PROJECTION = 5  # its place among the inputs of the functions below
-_MOST_SEQUENCES = 65_535  # CUDA takes no more along the last axes of a grid
-_FUSED_DIM, _FUSED_DIM_FLOAT32 = 128, 64  # the most channels that fit into `ops.ROOMY`
+from fastrpb.plain_attention import add_shifted, divide, plain_attention, widened, with_ones
 
 
 def softmax_attention(
@@ -72,6 +40,8 @@ def softmax_attention(
     torch.Size([2, 4, 10, 8])
     """
     _check(q, k, v, mask)
+    check_flag("causal", causal)
+    check_number("dropout", dropout)
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must be from 0 to below 1")
     one_dtype = q.dtype == k.dtype == v.dtype
@@ -105,9 +75,10 @@ def linear_attention_weights(
     """
     _check(q, k, k, mask)
     _check_phi(phi)
+    check_flag("causal", causal)
     visible, dtype = _visible(q, k, mask, causal), q.dtype
     with exact(q):
-        q, k = _widened(q, kept(k, mask))
+        q, k = widened(q, kept(k, mask))
         if isinstance(phi, ExpFeatureMap):
             log_q, log_k = phi.logs(q, k)
             log_sim = torch.logsumexp(log_q.unsqueeze(-2) + log_k.unsqueeze(-3), dim=-1)
@@ -119,7 +90,7 @@ def linear_attention_weights(
             sim = phi_q @ phi_k.mT
         if visible is not None:
             sim = sim.masked_fill(~visible, 0)
-        return _divide(sim, sim.sum(-1, keepdim=True)).to(dtype)
+        return divide(sim, sim.sum(-1, keepdim=True)).to(dtype)
 
 
 def linear_attention(
@@ -140,10 +111,10 @@ def linear_attention(
         phi: a feature map, such as `fastrpb.sikf`.
         plus: of the shape and dtype of the result, to be added to it, such as the W·V of
             `FastRPB`; what is fused saves a read and a write that way.
-        impl: "triton" fuses it all on a GPU, for `sikf`, `elu1` and `relu` up to 128 channels (64
-            in float32), and where not causal for `FavorPlus` and, up to as many features and not in
-            float16, `DPFP`; up to half as many where a GPU has less than 160 KB of shared memory.
-            "torch" computes anything anywhere; "auto" fuses what it can.
+        impl: "triton": one fused kernel on a GPU. `sikf`, `elu1`, `relu`: up to 128 channels (64 in
+            float32); not causal also `FavorPlus` (as many) and `DPFP` (as many features; not in
+            float16). Half of that on GPUs with less than 160 KB of shared memory. "torch": anything
+            anywhere. "auto": fused where possible.
 
     The causal form works in chunks: within one by the quadratic definition, across them by the
     sums so far, one a chunk.
@@ -162,161 +133,10 @@ def linear_attention(
     check_flag("causal", causal)
     if plus is not None:
         _check_plus(plus, q, v)
-    if not _use_triton(impl, phi, q, k, v, causal):
-        y = _plain(phi, q, k, v, mask, causal)
+    if not use_triton(impl, phi, q, k, v, causal):
+        y = plain_attention(phi, q, k, v, mask, causal)
         return y if plus is None else y + plus
-    kind = _KINDS[type(phi)]
-    projection = phi.projection if isinstance(phi, FavorPlus) else None
-    if isinstance(phi, DPFP):  # its features are few, and the kernel takes them as they are
-        q, k = (phi.features(x).to(v.dtype) for x in _widened(q, kept(k, mask)))
-    lead = v.shape[:-3]
-    q, k, v = (x.reshape(lead.numel(), *x.shape[-3:]) for x in (q, k, v))
-    mask = None if mask is None else mask.reshape(lead.numel(), -1)
-    plus = None if plus is None else plus.reshape(lead.numel(), *plus.shape[-3:])
-    y, *_ = apply(_Fused, q, k, v, mask, plus, projection, kind, causal)
-    return y.reshape(*lead, *y.shape[1:])
-
-
-def _plain(phi: Phi, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    dtype = v.dtype
-    with exact(v):
-        q, k, v = _widened(q, kept(k, mask), v)
-        values = _with_ones(v, mask)
-        if not causal:
-            phi_q, phi_k = phi(q, k, mask)
-            sums = phi_q @ (phi_k.mT @ values)
-        else:
-            sums = causal_sums(phi, q, k, values, mask)
-        return _divide(sums[..., :-1], sums[..., -1:]).to(dtype)
-
-
-def _fits(phi: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    """Whether the kernels know the map, and have room for that many channels."""
-    kind, dim, v_dim = _KINDS.get(type(phi)), q.shape[-1], v.shape[-1]
-    most = _most_channels(v)
-    fits = kind is not None
-    if kind == _PROJECTED:
-        fits = dim == phi.dim and not phi.projection.requires_grad
-    if kind == _GIVEN:  # products of two may leave the range of float16
-        fits = phi.nu < 2 * dim and 2 * dim * phi.nu <= most and v.dtype != torch.float16
-    if causal and kind in (_GIVEN, _PROJECTED):
-        fits = False
-    return (
-        fits
-        and v.shape[:-3].numel() <= _MOST_SEQUENCES
-        and all(x.dtype in (*ops.HALF, torch.float32) for x in (q, k, v))
-        and 1 <= min(dim, v_dim) <= max(dim, v_dim) <= most
-    )
-
-
-def _most_channels(v: Tensor) -> int:
-    most = _FUSED_DIM if v.dtype in ops.HALF else _FUSED_DIM_FLOAT32
-    return most if ops.room(v) >= ops.ROOMY else most // 2
-
-
-def _use_triton(impl: str, phi: Phi, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    check_choice("impl", impl, get_args(AttentionImpl))
-    if impl != "triton":
-        there = impl == "auto" and v.is_cuda and ops.runs_on(v) and bool(v.numel())
-        return there and _fits(phi, q, k, v, causal)
-    if not ops.runs_on(v):
-        raise ValueError(f"impl='triton' needs {ops.NEEDS}, v is on {v.device}; use impl='auto'")
-    if not _fits(phi, q, k, v, causal):
-        most = _most_channels(v)
-        raise ValueError(
-            f"impl='triton' is for sikf, elu1, relu and FavorPlus up to {most} channels, for DPFP "
-            f"up to {most} features and not in float16, the last two not causal, no float64, and "
-            f"up to {_MOST_SEQUENCES} sequences; got "
-            f"{'causal ' if causal else ''}{type(phi).__name__}, {q.shape[-1]} and {v.shape[-1]} "
-            f"channels, {v.dtype}; use impl='auto'"
-        )
-    return True
-
-
-class _Fused(torch.autograd.Function):
-    """The operator `fastrpb::linear_attention_triton`; gradients of gradients by plain torch."""
-
-    @staticmethod
-    def forward(q, k, v, mask, plus, projection, kind, causal):
-        y, state = torch.ops.fastrpb.linear_attention_triton(
-            q, k, v, mask, plus, projection, kind, causal, ops.heads_inside(v)
-        )
-        return y, *state
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        *tensors, plus, projection, ctx.kind, ctx.causal = inputs
-        _, *state = output
-        ctx.mark_non_differentiable(*state)
-        ctx.save_for_backward(*tensors, projection, *state)
-        ctx.plus = plus is not None
-
-    @staticmethod
-    def backward(ctx, g, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved = *ctx.saved_tensors, *(8 - len(ctx.saved_tensors)) * [None]
-        gradients = [None] * 3
-        if any(ctx.needs_input_grad[:3]):
-            gradients = apply(_FusedGradients, g, *saved, ctx.kind, ctx.causal)
-        return *gradients, None, g if ctx.plus else None, None, None, None
-
-    @staticmethod
-    def vmap(info, in_dims, *inputs):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _mapped(_Fused, info.batch_size, in_dims, inputs)
-
-
-class _FusedGradients(torch.autograd.Function):
-    """(dq, dk, dv) of ⟨g, attention⟩, given the state that the forward left."""
-
-    @staticmethod
-    def forward(g, q, k, v, mask, projection, first, second, third, kind, causal):
-        state = [x for x in (first, second, third) if x is not None]  # one if causal
-        return torch.ops.fastrpb.linear_attention_triton_backward(
-            g, q, k, v, mask, projection, state, kind, causal, ops.heads_inside(v)
-        )
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[:6])
-        ctx.kind, ctx.causal = inputs[-2:]
-
-    @staticmethod
-    def backward(ctx, *upstream):
-        *tensors, mask, projection = ctx.saved_tensors
-        phi = Given() if projection is None else Projected(projection)
-        phi = {0: sikf, 1: elu1, 2: relu}.get(ctx.kind, phi)
-
-        def gradients(g, q, k, v):
-            def attention(q, k, v):
-                return _plain(phi, q, k, v, mask, ctx.causal)
-
-            return torch.func.vjp(attention, q, k, v)[1](g)
-
-        second = torch.func.vjp(gradients, *tensors)[1](upstream)
-        return *second, *7 * [None]
-
-    @staticmethod
-    def vmap(info, in_dims, *inputs):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _mapped(_FusedGradients, info.batch_size, in_dims, inputs)
-
-
-def _mapped(function: type[torch.autograd.Function], count: int, in_dims, inputs):
-    """`function` under `torch.func.vmap`: what is mapped over joins the batch.
-
-    But for the projection: models with others each come one by one.
-    """
-    pairs = list(zip(inputs, in_dims, strict=True))
-    if in_dims[_PROJECTION] is not None:
-        each = [
-            apply(function, *(x if d is None else x.select(d, i) for x, d in pairs))
-            for i in range(count)
-        ]
-        return tuple(torch.stack(x) for x in zip(*each, strict=True)), (0,) * len(each[0])
-    inputs = [
-        into_axis(x, d, count, 0) if isinstance(x, Tensor) and i != _PROJECTION else x
-        for i, (x, d) in enumerate(pairs)
-    ]
-    outputs = apply(function, *inputs)
-    return tuple(x.unflatten(0, (count, -1)) for x in outputs), (0,) * len(outputs)
+    return fused_attention(phi, q, k, v, mask, plus, causal)
 
 
 class LinearState(NamedTuple):
@@ -330,7 +150,7 @@ def linear_attention_init_state(k: Tensor, v: Tensor, *, phi: Phi) -> LinearStat
     """The state before the first token; k and v (batch, heads, ..., dim) only give the sizes."""
     _check_phi(phi)
     _check(k, k, v, None)
-    k, v = _widened(k[..., :1, :], v)
+    k, v = widened(k[..., :1, :], v)
     features = phi.log_features(k) if isinstance(phi, ExpFeatureMap) else phi.features(k)
     lead, count = features.shape[:-2], features.shape[-1]
     return LinearState(
@@ -354,8 +174,8 @@ def linear_attention_state(
     _check(k, k, v, mask)
     _check_phi(phi)
     with exact(v):
-        k, v = _widened(kept(k, mask), v)
-        values = _with_ones(v, mask)
+        k, v = widened(kept(k, mask), v)
+        values = with_ones(v, mask)
         if not isinstance(phi, ExpFeatureMap):
             sums = phi.features(k).mT @ values
             return LinearState(sums, sums.new_full((*sums.shape[:-1], 1), HIDDEN))
@@ -404,22 +224,7 @@ def linear_attention_step(
         else:
             phi_q = phi.features(q)
         y = phi_q @ after.sums
-        return _divide(y[..., :-1], y[..., -1:]).to(v.dtype), after
-
-
-def _with_ones(v: Tensor, mask: Tensor | None) -> Tensor:
-    """[v, 1], so that one product gives numerator and denominator; zero where masked."""
-    return kept(torch.nn.functional.pad(v, (0, 1), value=1.0), mask)
-
-
-def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """0 where there is nothing to attend to."""
-    return numerator / denominator.masked_fill(denominator == 0, 1)
-
-
-def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
-    dtype = compute_dtype(*tensors)
-    return tuple(x.to(dtype) for x in tensors)
+        return divide(y[..., :-1], y[..., -1:]).to(v.dtype), after
 
 
 def _visible(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:

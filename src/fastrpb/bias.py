@@ -35,14 +35,15 @@ class FastRPB(Bias):
         max_length: the longest sequence, prefix tokens not counted.
         causal: only the past, m <= n; stores N weights instead of 2N-1.
         symmetric: w_d = w_{-d}; stores N weights.
-        prefix: tokens at the front (CLS) that neither get nor give bias nor shift the positions.
+        prefix: tokens at the front (CLS) outside the bias: their rows are zero, they contribute
+            nothing, and positions are counted after them.
         init: fills `w` (see `fastrpb.init`). `zero` leaves a trained model as it is. The module
-            keeps it, so that a lambda cannot be pickled with it.
+            keeps it, so one made with a lambda cannot be pickled.
         envelope: (shortest, longest) scales s_h of a decay, spread over the heads as by
-            `init.local`: w_d·exp(-|d|/s_h) counts. So what counts of a weight learns the slower,
-            the farther it reaches, and a sum of many far ones cannot become noise. One pass over
-            the weights for every forward. None: w counts as it is.
-        dropout: of weights, while training: each is zero in so many steps, for the whole batch.
+            `init.local`: the effective weight is w_d·exp(-|d|/s_h). So far weights learn slowly,
+            and the sum of many of them cannot become noise. One pass over the weights for every
+            forward. None: w is used as it is.
+        dropout: probability that a weight is dropped in a step of training, for the whole batch.
         threshold: λ of a soft threshold, sign(w)·max(|w|-λ, 0): long filters learn to be sparse.
 
     Attributes:
@@ -93,17 +94,17 @@ class FastRPB(Bias):
         return torch.arange(start + first, start + last, dtype=dtype, device=self.w.device).abs()
 
     def _part(self, first: int, last: int) -> Tensor:
-        """The stored weights `first` to before `last`, as they count."""
+        """The effective weights `first` to before `last` of those stored."""
         distance = None if self.envelope is None else self._distance_of(first, last)
         part = slice(first, last)
         if exporting():  # to slice to the end would be a case of its own
             part = torch.arange(first, last, device=self.w.device)
-        return self._used(self.w[:, part], distance)
+        return self._effective(self.w[:, part], distance)
 
     def weights(self, length: int) -> Tensor:
         """w for `length` positions: (heads, 2·length-1), the distances -(length-1)..length-1.
 
-        As they count: under the envelope, past the threshold and, while training, with some
+        The effective ones: under the envelope, past the threshold and, while training, with some
         dropped.
         """
         n = self.max_length
@@ -135,11 +136,11 @@ class FastRPB(Bias):
         Args:
             v: (batch, heads, length, dim), or without batch. Prefix tokens come first.
             mask: (batch, length) bool, True = keep: the others (padding) contribute nothing.
-            state: of a causal stream (see `init_state`): v goes on from its tokens. It is changed
-                in place; gradients reach v and w, not the tokens before. A few tokens without
-                gradients step; else the L tokens so far take O(L log L) time together.
-            rows: (first, count), of a bias without a prefix: these rows alone, as where v is a
-                cache of all values and the others have had theirs. One row takes O(length) time.
+            state: of a causal stream (see `init_state`); v continues its tokens. It is changed in
+                place; gradients reach v and w, not earlier tokens. A few tokens without gradients
+                take steps; else the product over all L tokens so far is computed, O(L log L).
+            rows: (first, count): only these rows of the output, for a v that holds all values so
+                far (a KV cache). Needs prefix=0. One row takes O(length) time.
 
         Returns:
             (batch, heads, length or count, dim) in the dtype of v. Rows of prefix tokens are zero.
@@ -176,13 +177,15 @@ class FastRPB(Bias):
         n = v.shape[-2]
         if self.prefix or state is not None:
             raise ValueError("rows= is for a bias without a prefix, and without a stream's state=")
-        if count < 1 or (isinstance(first, int) and not 0 <= first <= n - count):
-            raise ValueError(f"rows=({first}, {count}) are not among the {n} tokens of v")
-        distances = torch.arange(1 - count, n, device=v.device) - first
+        check_size("the count of rows", count)
+        if not isinstance(first, Tensor):
+            check_size("the first of rows", first, least=0)
+            if first > n - count:
+                raise ValueError(f"rows=({first}, {count}) are not among the {n} tokens of v")
+        places = torch.arange(n - count, 2 * n - 1, device=v.device) - first
         impl = "dense" if count == 1 else "auto"  # of one token, the matrix is one row
-        return toeplitz_matmul(
-            self.weights(n)[:, distances + n - 1], kept(v, mask), out_length=count, impl=impl
-        )
+        weights = self.weights(n).index_select(1, places)  # which refuses what is not there
+        return toeplitz_matmul(weights, kept(v, mask), out_length=count, impl=impl)
 
     def _go_on(self, v: Tensor, state: "BiasState") -> Tensor:
         """As many steps at once: one product over all tokens so far."""

@@ -27,13 +27,14 @@ class FastRPB2d(Bias):
         kind: "additive" or "full".
         symmetric: w_{dy,dx} = w_{dy,-dx}, so that an image and its mirror image are treated alike;
             stores half of the weights. Of an additive bias, w_d = w_{-d} for rows as well.
-        prefix: tokens at the front (CLS) that neither get nor give bias nor shift the pixels.
+        prefix: tokens at the front (CLS) outside the bias: their rows are zero, they contribute
+            nothing, and pixels are counted after them.
         init: fills `w` (see `fastrpb.init`).
         envelope: (shortest, longest) scales s_h of a decay, spread over the heads as by
-            `init.local`: w_d·exp(-|d|/s_h) counts. So what counts of a weight learns the slower,
-            the farther it reaches, and a sum of many far ones cannot become noise. One pass over
-            the weights for every forward. None: w counts as it is.
-        dropout: of weights, while training: each is zero in so many steps, for the whole batch.
+            `init.local`: the effective weight is w_d·exp(-|d|/s_h). So far weights learn slowly,
+            and the sum of many of them cannot become noise. One pass over the weights for every
+            forward. None: w is used as it is.
+        dropout: probability that a weight is dropped in a step of training, for the whole batch.
         threshold: λ of a soft threshold, sign(w)·max(|w|-λ, 0): long filters learn to be sparse.
 
     Attributes:
@@ -90,13 +91,13 @@ class FastRPB2d(Bias):
         return (self.height + self.width) * copies if self.kind == "additive" else copies
 
     def weights(self) -> Tensor:
-        """w as it counts: under the envelope, past the threshold, in training with some dropped.
+        """The effective w: under the envelope, past the threshold, in training with some dropped.
 
         >>> FastRPB2d(2, 3, 3, kind="full", threshold=0.1).weights().shape
         torch.Size([2, 5, 5])
         """
         distance = None if self.envelope is None else self._distance()
-        return self._both_sides(self._used(self.w, distance))
+        return self._both_sides(self._effective(self.w, distance))
 
     def _dense(self, length: int) -> Tensor:
         self._check_length(length)

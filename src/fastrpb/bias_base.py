@@ -17,7 +17,7 @@ from fastrpb.checks import (
 )
 from fastrpb.init import Copies, Init, decay, local, normal
 
-_HELD = 0.1  # where the envelope is less, first weights count for less than the init says
+_LEAST = 0.1  # where the envelope is less, first weights are effectively less than init says
 
 
 class Bias(nn.Module, ABC):
@@ -61,7 +61,7 @@ class Bias(nn.Module, ABC):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw `w` anew: what counts of it is as `init` wants it, but for far weights.
+        """Draw `w` anew, so that its effective weights are those of `init`, but for far ones.
 
         Those would have to be huge under an envelope, and no rate could move them.
         """
@@ -73,10 +73,10 @@ class Bias(nn.Module, ABC):
                 "init did not fill w: it must do so in place, as fastrpb.init.zero does"
             )
         if self.envelope is not None:
-            self.w.div_(decay(self.num_heads, distance, *self.envelope).clamp(min=_HELD))
+            self.w.div_(decay(self.num_heads, distance, *self.envelope).clamp(min=_LEAST))
 
-    def _used(self, w: Tensor, distance: Tensor | None) -> Tensor:
-        """What counts of these weights: under the envelope, past the threshold, not dropped.
+    def _effective(self, w: Tensor, distance: Tensor | None) -> Tensor:
+        """The effective ones of these weights: under the envelope, past the threshold, not dropped.
 
         `distance` is how far they reach; it is needed for an envelope alone.
         """

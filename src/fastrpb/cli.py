@@ -148,7 +148,7 @@ def train(
     config: Annotated[
         Path | None, typer.Option(help="A config.json, or the folder of a run, instead of TASK.")
     ] = None,
-    resume: Annotated[Path | None, typer.Option(help="The folder of a run to go on with.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="The folder of a run to continue.")] = None,
     strongest: Strongest = False,
     out: Annotated[Path | None, typer.Option(help="Folder of the run. Default: in runs/.")] = None,
     data_dir: DataDir = None,
@@ -178,7 +178,7 @@ def train(
     if resume is not None:
         if config is not None or out is not None or strongest:
             raise ValueError(
-                "--resume has a config and a folder: leave --config, --best and --out out"
+                "--resume takes config and folder from the run: drop --config, --best and --out"
             )
         run = Run(resume)
         resolved = override(run.config(), values)
@@ -189,8 +189,8 @@ def train(
         run = Run(out or Path("runs", name_of(resolved)))
         if run.exists():  # looked at by all, before any of them can have made it
             raise ValueError(
-                f"{run.folder} has a run already; go on with: {run.resume_command}, or choose "
-                "another folder by --out"
+                f"{run.folder} has a run already; continue it with: {run.resume_command}, or "
+                "choose another folder by --out"
             )
     given = trackers or []
     if trackers is None:
@@ -223,17 +223,19 @@ def compare(
     features: Annotated[
         str | None,
         typer.Option(
-            help=f"Rows, by commas: {', '.join(ROWS)}. Default: softmax,sikf, or that of --best."
+            help=f"Rows, separated by commas: {', '.join(ROWS)}. "
+            "Default: softmax,sikf, or that of --best."
         ),
     ] = None,
     position: Annotated[
         str | None,
         typer.Option(
-            help=f"Columns: {', '.join(COLUMNS)}. Default: none,fastrpb, or that of --best."
+            help=f"Columns, separated by commas: {', '.join(COLUMNS)}. "
+            "Default: none,fastrpb, or that of --best."
         ),
     ] = None,
     strongest: Strongest = False,
-    seeds: Annotated[str, typer.Option(help="By commas.")] = "0,1,2",
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2",
     metric: Metric = "accuracy",
     out: Annotated[Path, typer.Option(help="Folder of the runs and results.jsonl.")] = Path("runs"),
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
@@ -263,7 +265,7 @@ def compare(
     rows, columns = ([word.strip() for word in x.split(",")] for x in (features, position))
     configs = grid(task, rows, columns, numbers, values, strongest)
     if missing := left_out(rows, columns, configs):
-        print(f"left out, since {task} cannot have them: {', '.join(missing)}")
+        print(f"skipped, not possible for {task}: {', '.join(missing)}")
     _compare(configs, out, metric, jobs=jobs, data_dir=data_dir, cpu=cpu)
 
 
@@ -272,9 +274,15 @@ def compare(
 def sweep(
     task: Annotated[str | None, ONE_TASK] = None,
     *,
-    trials: Annotated[int, typer.Option(min=1, help="Of the study, all workers together.")] = 20,
-    low: Annotated[float | None, typer.Option(help="Least rate. Default: a tenth.")] = None,
-    high: Annotated[float | None, typer.Option(help="Greatest. Default: ten times.")] = None,
+    trials: Annotated[
+        int, typer.Option(min=1, help="Trials of the study, by all workers together.")
+    ] = 20,
+    low: Annotated[
+        float | None, typer.Option(help="Lowest learning rate. Default: a tenth of the config's.")
+    ] = None,
+    high: Annotated[
+        float | None, typer.Option(help="Highest learning rate. Default: ten times the config's.")
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="A config.json, or the folder of a run, instead of TASK.")
     ] = None,
@@ -444,17 +452,21 @@ def bench(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="Folder of model.safetensors, that file, or mnist.")],
-    out: Annotated[Path, typer.Argument(help="The ONNX file to write.")],
+    run: Annotated[
+        Path, typer.Argument(help="Folder of a run or of model.safetensors, that file, or mnist.")
+    ],
+    out: Annotated[Path, typer.Argument(help="The ONNX file to write, NAME.onnx.")],
 ) -> None:
     """Write a trained model as an ONNX file, for any batch and length up to its own.
 
     Example: `fastrpb export runs/text model.onnx`
     """
+    from fastrpb.evaluate import load_run
     from fastrpb.onnx import export as write
 
+    is_run = not run.exists() or (run / "config.json").exists()
     try:
-        print(f"written to {write(run, out)}")
+        print(f"written to {write(load_run(run)[1] if is_run else run, out)}")
     except ImportError as error:
         raise ValueError(error) from None
 

@@ -15,7 +15,7 @@ from typing import Any, cast, get_args
 
 import torch
 
-from fastrpb.checks import check_choice
+from fastrpb.checks import check_choice, check_size
 from fastrpb.config import RunConfig, override
 from fastrpb.files import reason_of
 from fastrpb.model_config import Position
@@ -98,8 +98,9 @@ def compare(
     Runs that other processes are training are waited for. A script that calls this needs
     `if __name__ == "__main__":`, as any that starts processes.
     """
-    if jobs < 1:
-        raise ValueError(f"jobs={jobs} must be at least 1")
+    check_size("jobs", jobs)
+    if not configs:
+        raise ValueError("there are no configs to compare")
     folder = Path(folder)
     refuse_runs_in(folder)
     done = finished(configs, folder)
@@ -214,13 +215,13 @@ def _data_of(config: RunConfig) -> tuple:
 def _check_data(
     done: dict[RunConfig, dict[str, Any]], folder: Path, digests: dict[tuple, str]
 ) -> None:
-    """That finished runs were trained and tested with the data of these digests."""
+    """Raise unless finished runs were trained and tested with the data of these digests."""
     for config, record in done.items():
         digest = digests.get(_data_of(config))
         if None not in (digest, record.get("data")) and record["data"] != digest:
             raise ValueError(
-                f"{folder} has results of other data: {name_of(config)}; take the --data-dir of "
-                "then, or choose another folder by --out"
+                f"{folder} has results of other data: {name_of(config)}; use the original "
+                "--data-dir, or choose another folder by --out"
             )
 
 

@@ -36,26 +36,34 @@ class RunConfig:
 
     task: str
     model: ModelConfig
-    seed: Annotated[int, "of the first weights, the order of the data and the dropout"] = 0
-    batch_size: Annotated[int, "examples of a step, over all processes"] = 32
-    epochs: Annotated[int | None, "of training; or give steps"] = None
-    steps: Annotated[int | None, "of training; or give epochs"] = None
-    learning_rate: Annotated[float, "at its peak, or the factor of rsqrt"] = 1e-3
-    schedule: Annotated[Schedule, "of the learning rate after the warm-up"] = "linear"
-    warmup: Annotated[int, "steps of a linear rise"] = 0
-    weight_decay: Annotated[float, "of AdamW"] = 0.0
-    bias_rate: Annotated[float, "learning rate of FastRPB's w, in those of the rest"] = 1.0
-    bias_decay: Annotated[float | None, "weight decay of FastRPB's w; default: as the rest"] = None
-    beta2: Annotated[float, "of AdamW; the first is 0.9"] = 0.999
-    eps: Annotated[float, "of AdamW"] = 1e-8
-    clip: Annotated[float | None, "norm at which gradients are cut; default: never"] = None
-    validation: Annotated[Validation, "split it is taken from, where the source has none"] = "train"
-    keep: Annotated[Keep, "weights to keep: the last, or those of the best validation"] = "last"
+    seed: Annotated[int, "seed of the initial weights, the order of the data and the dropout"] = 0
+    batch_size: Annotated[int, "examples a step, over all processes"] = 32
+    epochs: Annotated[int | None, "passes over the training data; or give --steps"] = None
+    steps: Annotated[int | None, "steps of the optimiser; or give --epochs"] = None
+    learning_rate: Annotated[float, "peak learning rate; of schedule rsqrt, its factor"] = 1e-3
+    schedule: Annotated[Schedule, "how the learning rate falls after the warm-up"] = "linear"
+    warmup: Annotated[int, "steps over which the learning rate rises"] = 0
+    weight_decay: Annotated[float, "weight decay of AdamW"] = 0.0
+    bias_rate: Annotated[
+        float, "learning rate of FastRPB's w, as a multiple of that of the rest"
+    ] = 1.0
+    bias_decay: Annotated[
+        float | None, "weight decay of FastRPB's w; default: that of the rest"
+    ] = None
+    beta2: Annotated[float, "second beta of AdamW; the first is 0.9"] = 0.999
+    eps: Annotated[float, "epsilon of AdamW"] = 1e-8
+    clip: Annotated[float | None, "largest norm of the gradients; default: no limit"] = None
+    validation: Annotated[
+        Validation, "split that validation is taken from, where the source has none of its own"
+    ] = "train"
+    keep: Annotated[Keep, "which weights to keep: the last, or those of the best validation"] = (
+        "last"
+    )
     eval_every: Annotated[int | None, "steps between validations; default: an epoch"] = None
     save_every: Annotated[int, "steps between checkpoints"] = 500
-    accumulate: Annotated[int, "parts in which a batch passes, to save memory"] = 1
-    precision: Annotated[Precision, "of the products"] = "fp32"
-    compile: Annotated[bool, "by torch.compile, and replayed by a GPU"] = False
+    accumulate: Annotated[int, "parts that a batch is computed in, to save memory"] = 1
+    precision: Annotated[Precision, "number format of products of matrices"] = "fp32"
+    compile: Annotated[bool, "use torch.compile and, on a GPU, replay recorded steps"] = False
 
     def __post_init__(self):
         if not isinstance(self.model, ModelConfig):

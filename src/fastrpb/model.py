@@ -179,9 +179,9 @@ class Encoder(nn.Module):
         if ids and tokens.device.type == "cpu" and tokens.numel() and not traced:
             low, high = (int(x) for x in tokens.aminmax())
             if low < 0 or high >= self.embedding.num_embeddings:
+                last = self.embedding.num_embeddings - 1
                 raise ValueError(
-                    f"tokens are from {low} to {high}, "
-                    f"beyond vocab_size={self.embedding.num_embeddings}"
+                    f"tokens are from {low} to {high}, not from 0 to vocab_size-1={last}"
                 )
         if seen + tokens.shape[1] > self.config.max_length:
             raise ValueError(

@@ -26,6 +26,7 @@ _SIZES = (
 )
 _NUMBERS = ("bias_reach", "bias_threshold", "bias_dropout", "dropout", "attention_dropout")
 _FLAGS = ("head_norm", "causal", "bias_envelope", "bias_symmetric", "attention_gelu", "checkpoint")
+_MOST_LAYERS = 10_000  # more would be built for minutes before memory runs out
 _BY_DEFAULT = ("qkv_dim", "mlp_dim", "filters")  # None: another size decides
 
 
@@ -45,46 +46,56 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
     num_classes: int = 2
     dim: Annotated[int, "width of the residual stream"] = 256
     layers: Annotated[int, "blocks of attention and MLP"] = 4
-    heads: Annotated[int, "of the attention"] = 8
-    qkv_dim: Annotated[int | None, "default: dim"] = None
-    mlp_dim: Annotated[int | None, "default: 4·dim"] = None
+    heads: Annotated[int, "attention heads"] = 8
+    qkv_dim: Annotated[int | None, "channels of q, k and v, all heads together; default: dim"] = (
+        None
+    )
+    mlp_dim: Annotated[int | None, "hidden channels of the MLP; default: 4·dim"] = None
     attention: Annotated[Attention, "kind of attention"] = "linear"
-    features: Annotated[Features, "of linear attention"] = "sikf"
+    features: Annotated[Features, "feature map of linear attention"] = "sikf"
     position: Annotated[Position, "relative positions of every layer"] = "fastrpb"
     absolute: Annotated[Absolute, "positions added to the embedding"] = "learned"
     pooling: Annotated[Pooling, "what is classified: a CLS token, or the mean"] = "cls"
     pairing: Annotated[
-        Pairing, "of retrieval's two vectors: they alone, or also product and difference"
+        Pairing, "retrieval: the head sees two vectors, or also their product and difference"
     ] = "concat"
-    head_norm: Annotated[bool, "of classifiers: batch norm of what is pooled"] = False
-    norm: Annotated[Norm, "before attention and MLP, over channels or over the batch"] = "layer"
+    head_norm: Annotated[bool, "batch norm between pooling and the head"] = False
+    norm: Annotated[Norm, "norm before attention and MLP, over the channels or the batch"] = "layer"
     embedding_init: Annotated[
-        EmbeddingInit, "first embeddings: independent, or alike for near ids as of grey levels"
+        EmbeddingInit, "first embeddings: independent, or alike for near ids, such as grey levels"
     ] = "normal"
     causal: Annotated[bool, "each token sees only itself and earlier ones"] = False
     image: Annotated[tuple[int, int] | None, "height and width, for fastrpb2d"] = None
-    bias_kind: Annotated[Kind, "of fastrpb2d"] = "additive"
+    bias_kind: Annotated[Kind, "weights of fastrpb2d: w_dy + w_dx, or one for each (dy, dx)"] = (
+        "additive"
+    )
     bias_init: Annotated[BiasInit, "first weights of the bias"] = "local"
-    bias_reach: Annotated[float, "longest scale of local init and envelope, in tokens"] = 16.0
+    bias_reach: Annotated[float, "longest scale of the local init and the envelope, in tokens"] = (
+        16.0
+    )
     bias_envelope: Annotated[
-        bool, "weights of the bias fade with distance, by the scales of local init"
+        bool, "multiply weights by exp(-distance/scale), the scales those of the local init"
     ] = False
     bias_symmetric: Annotated[
-        bool, "one weight of the bias for both directions; of fastrpb2d, for left and right"
+        bool, "one weight for both directions; of fastrpb2d, for left and right"
     ] = False
-    bias_dropout: Annotated[float, "of the weights of the bias"] = 0.0
+    bias_dropout: Annotated[float, "dropout of the weights of the bias"] = 0.0
     bias_threshold: Annotated[float, "soft threshold of the weights of the bias"] = 0.0
-    filters: Annotated[int | None, "of the bias: a divisor of the width; default: heads"] = None
-    nu: Annotated[int, "of dpfp"] = 1
-    num_features: Annotated[int, "of favor"] = 128
-    realizations: Annotated[int, "of sinespe and convspe"] = 64
-    sines: Annotated[int, "of sinespe"] = 10
-    kernel_size: Annotated[int, "of convspe"] = 128
-    dropout: Annotated[float, "of embeddings, attention layers and MLPs"] = 0.1
+    filters: Annotated[
+        int | None, "sets of weights of the bias, a divisor of the width; default: heads"
+    ] = None
+    nu: Annotated[int, "rolls of dpfp"] = 1
+    num_features: Annotated[int, "random features of favor"] = 128
+    realizations: Annotated[int, "noise realisations of sinespe and convspe"] = 64
+    sines: Annotated[int, "sines of sinespe, for each channel"] = 10
+    kernel_size: Annotated[int, "length of the kernels of convspe"] = 128
+    dropout: Annotated[float, "dropout of embeddings, attention layers and MLPs"] = 0.1
     attention_dropout: Annotated[
-        float, "of softmax attention; linear attention has no weights to drop"
+        float, "dropout of the weights of softmax attention; linear attention has none"
     ] = 0.0
-    attention_gelu: Annotated[bool, "GELU of attention and bias, before they are projected"] = False
+    attention_gelu: Annotated[bool, "GELU of attention + bias, before the output projection"] = (
+        False
+    )
     checkpoint: Annotated[bool, "recompute blocks in the backward pass to save memory"] = False
 
     def __post_init__(self):
@@ -106,6 +117,8 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
                 check_size(name, getattr(self, name))
                 if getattr(self, name) >= 2**31:
                     raise ValueError(f"{name}={getattr(self, name)} must be below 2³¹")
+        if self.layers > _MOST_LAYERS:
+            raise ValueError(f"layers={self.layers} must be at most {_MOST_LAYERS}")
         for name in _FLAGS:
             check_flag(name, getattr(self, name))
         self._check_numbers()

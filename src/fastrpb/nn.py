@@ -87,8 +87,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             device,
             dtype,
         )
+        for part in (features, rpb):
+            if isinstance(part, nn.Module):
+                part.to(device=device, dtype=dtype)
         self.features = features
-        self.rpb = None if rpb is None else rpb.to(device=device, dtype=dtype)
+        self.rpb = rpb
         if features is not None or rpb is not None:
             # nn.TransformerEncoderLayer would read the weights and go around this module's forward,
             # but not where there are hooks.

@@ -32,7 +32,7 @@ def export(model: nn.Module | str | os.PathLike, path: str | os.PathLike) -> Pat
     Args:
         model: a `Classifier`, `PairClassifier` or `LanguageModel`; or its file; or a folder with
             its `model.safetensors`; or the name of a shipped one, "mnist".
-        path: the file to write.
+        path: the file to write, whose name ends in .onnx.
 
     The inputs are `tokens` (batch, length) int64 and `mask` (batch, length) bool, True = keep; of a
     pair, `first`, `second`, `first_mask` and `second_mask`. The output is `logits`, float32.
@@ -48,6 +48,8 @@ def export(model: nn.Module | str | os.PathLike, path: str | os.PathLike) -> Pat
         raise FileNotFoundError(f"there is no folder {path.parent} for {path.name}")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file in it, as {path / 'model.onnx'}")
+    if path.suffix != ".onnx":  # nor is any other file replaced, such as the weights themselves
+        raise ValueError(f"the name of an ONNX file ends in .onnx, got {path}")
     if not isinstance(model, nn.Module):
         model = load_model(_weights_file(Path(model)))
     if type(model).__name__ not in MODELS:
@@ -55,8 +57,8 @@ def export(model: nn.Module | str | os.PathLike, path: str | os.PathLike) -> Pat
     config: ModelConfig = model.config  # pyright: ignore[reportAssignmentType]
     if config.position in ("sinespe", "convspe"):
         raise ValueError(
-            f"position={config.position!r} draws new random codes at every call, so that the "
-            "outputs of two programs cannot be equal; it is not exported"
+            f"position={config.position!r} draws new random codes at every call, so no two "
+            "programs can give equal outputs; it is not exported"
         )
     translations: dict = {torch.ops.fastrpb.toeplitz_fft.default: _translation()}
     inputs = _inputs(model, config)

@@ -63,9 +63,9 @@ def resolve(
 ) -> RunConfig:
     """The config of a task's preset, or of a file, with the options in place of its values."""
     if strongest and config is not None:
-        raise ValueError("--best is a config of its own: leave --config out")
+        raise ValueError("--best is a config of its own: drop --config")
     if (task is None) == (config is None):
-        raise ValueError("give one of TASK, --config FILE and, to go on with a run, --resume RUN")
+        raise ValueError("give one of TASK, --config FILE and, to continue a run, --resume RUN")
     if config is not None:
         base = load_config(config)
     elif strongest:
@@ -75,7 +75,7 @@ def resolve(
     resolved = override(base, values)
     if "features" in values and resolved.model.attention == "softmax":
         raise ValueError(
-            f"softmax attention has no features={values['features']!r}: leave --features out, or "
+            f"softmax attention has no features={values['features']!r}: drop --features, or "
             "add --attention linear"
         )
     return resolved

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from fastrpb.checks import check_size, check_values, compute_dtype
+from fastrpb.checks import check_flag, check_number, check_size, check_values, compute_dtype
 from fastrpb.modes import exporting
 from fastrpb.toeplitz import toeplitz_matmul
 
@@ -24,6 +24,8 @@ class LearnedPositions(nn.Module):
 
     def __init__(self, max_length: int, dim: int):
         super().__init__()
+        check_size("max_length", max_length)
+        check_size("dim", dim)
         self.weight = nn.Parameter(torch.empty(max_length, dim))
         self.reset_parameters()
 
@@ -46,6 +48,8 @@ class SinusoidalPositions(nn.Module):
 
     def __init__(self, max_length: int, dim: int):
         super().__init__()
+        check_size("max_length", max_length)
+        check_size("dim", dim)
         self.register_buffer("table", torch.empty(max_length, dim), persistent=False)
         self.reset_parameters()
 
@@ -75,6 +79,9 @@ class RoPE(nn.Module):
 
     def __init__(self, base: float = 10000.0):
         super().__init__()
+        check_number("base", base)
+        if base <= 0:
+            raise ValueError(f"base={base} must be positive")
         self.base = base
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,6 +117,7 @@ class _SPE(nn.Module, ABC):
     def __init__(self, num_heads: int, dim: int, num_realizations: int, gated: bool):
         super().__init__()
         check_size("num_realizations", num_realizations)
+        check_flag("gated", gated)
         self.num_heads = num_heads
         self.dim = dim
         self.num_realizations = num_realizations
@@ -280,6 +288,8 @@ class RelativeKeyQuery(nn.Module):
 
     def __init__(self, dim: int, max_length: int):
         super().__init__()
+        check_size("dim", dim)
+        check_size("max_length", max_length)
         self.dim = dim
         self.max_length = max_length
         self.table = nn.Parameter(torch.empty(2 * max_length - 1, dim))
@@ -318,6 +328,7 @@ class T5Bias(nn.Module):
         causal: bool = False,
     ):
         super().__init__()
+        check_flag("causal", causal)
         exact = num_buckets // (2 if causal else 4)
         if exact < 1 or max_distance <= exact:
             raise ValueError(

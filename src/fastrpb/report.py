@@ -55,7 +55,7 @@ def _refuse(error: ValueError) -> NoReturn:
 
 
 def write_report(
-    folders: Sequence[str | Path],
+    folders: str | Path | Sequence[str | Path],
     out: str | Path,
     *,
     pixel: tuple[int, int] | None = None,
@@ -65,7 +65,7 @@ def write_report(
     """Write the page, the tables and the figures of some runs; gives the page's path.
 
     Args:
-        folders: of runs, folders that hold runs and their results.jsonl, or such files.
+        folders: of runs, folders that hold runs and their results.jsonl, or such files; or one.
         out: the folder to write to.
         pixel: row and column of the pixel in the pictures of images, where it must lie inside all;
             default: 12, 10 as in the paper, or the nearest. The page lets one pick others.
@@ -73,10 +73,13 @@ def write_report(
         on_damaged: called with what is wrong with a part of a run that can be left out; by default
             it is raised.
     """
+    folders = [folders] if isinstance(folders, str | Path) else folders
     entries = collect(folders, on_damaged)
     scaling = {}
     if bench is not None:
         scaling["scaling"] = partial(figures.scaling_figure, *_bench_curves(Path(bench)))
+    if not entries:
+        raise ValueError("there are no runs to report")
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     groups = set_ups(entries)
@@ -261,7 +264,7 @@ def _notes(groups: dict[str, list[Entry]]) -> dict[str, str]:
 
 
 def _digest(entry: Entry) -> str | None:
-    """Of the data of a finished run; older versions wrote none."""
+    """The digest of a finished run's data; older versions wrote none."""
     return entry.record.get("data") if entry.record else None
 
 

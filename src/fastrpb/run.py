@@ -11,7 +11,6 @@ runs/
 """
 
 import json
-import math
 import os
 import platform
 import resource
@@ -90,22 +89,22 @@ class Run:
         with replacing(self.config_file) as part:
             part.write_text(to_json(config))
 
-    def check(self, begun: dict[str, Any], config: RunConfig) -> None:
-        """That a config is the one the run was begun with."""
-        saved = from_json(json.dumps(begun), self.folder)
+    def check(self, started: dict[str, Any], config: RunConfig) -> None:
+        """Raise unless the run was started with this config."""
+        saved = from_json(json.dumps(started), self.folder)
         changed = differences(saved, config)
         if changed:
             raise ValueError(
-                f"{self.folder} was begun with another config: {'; '.join(changed)}; "
-                "resume without these changes, or begin another run"
+                f"{self.folder} was started with another config: {'; '.join(changed)}; "
+                "resume without these changes, or start another run"
             )
 
-    def check_data(self, begun: str | None, digest: str) -> None:
-        """That the data are those the run was begun with; older versions did not write it down."""
-        if begun not in (None, digest):
+    def check_data(self, started: str | None, digest: str) -> None:
+        """Raise unless the run was started on these data; older versions did not record them."""
+        if started not in (None, digest):
             raise ValueError(
-                f"{self.folder} was begun with other data; resume with the --data-dir of then, or "
-                "begin another run"
+                f"{self.folder} was started on other data; resume with the original --data-dir, or "
+                "start another run"
             )
 
     def _is_shipped(self) -> bool:
@@ -239,7 +238,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     except UnicodeDecodeError:
         raise ValueError(f"{path} is no file of records: it is not text") from None
     values = [json_object(line) for line in lines]
-    if len(lines) > 1 and not any(values):
+    if len(lines) > 1 and all(value is None for value in values):
         raise ValueError(f"{path} is no file of records such as results.jsonl")
     for number, value in enumerate(values, 1):
         if value is not None:
@@ -293,7 +292,8 @@ def _is_point(x: dict[str, Any]) -> bool:
 
 
 def _are_numbers(values: Iterable[object]) -> bool:
-    return all(isinstance(x, int | float) and math.isfinite(x) for x in values)
+    # Not by isfinite, which refuses whole numbers too large for a float.
+    return all(isinstance(x, int | float) and -1e300 < x < 1e300 for x in values)
 
 
 def same_config(config: Any) -> str:

@@ -136,7 +136,7 @@ def _alive(folder: Path, worker: str) -> FileLock:
 
 
 def _run(folder: Path, rate: float) -> Run:
-    """By its rate, so that a trial that is taken up again finds its checkpoints."""
+    """The run of a rate, named by it: a trial that is taken up again finds its checkpoints."""
     return Run(folder / f"rate-{rate!r}")
 
 
@@ -170,7 +170,7 @@ def _open(config: RunConfig, folder: Path, digest: str, rates: tuple[float, floa
             study.set_user_attr("data", digest)
         elif data != digest:
             raise ValueError(
-                f"the study in {folder} searches on other data; take the --data-dir of then, or "
+                f"the study in {folder} searches on other data; use the original --data-dir, or "
                 "choose another folder by --out"
             )
         low, high = study.user_attrs.get("rates", rates)

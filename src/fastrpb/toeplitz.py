@@ -134,8 +134,8 @@ def toeplitz_matmul(
         causal: use only the distances m-n <= 0; the other weights are ignored.
         out_length: M outputs over the N inputs (cross-attention); w then holds the M+N-1 distances
             -(M-1)..N-1. Default: N.
-        prefix: positions at the front (CLS) that neither get nor give, nor count in N and M: zero
-            rows and columns before W.
+        prefix: positions at the front (CLS) outside the product, not counted in N and M: their
+            outputs are zero and they contribute nothing.
         impl: "dense" forms W; "fft" is exact at any length; "triton" is exact at any length
             on the tensor cores of a GPU; "auto" takes the fastest, as measured for this size, dtype
             and device.

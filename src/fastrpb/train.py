@@ -74,10 +74,10 @@ def train(
     on_progress: Callable[[Progress], None] = lambda progress: None,
     on_validation: Callable[[int, Metrics], None] = lambda step, metrics: None,
 ) -> dict[str, Any]:
-    """Train a config in a folder, and give its record; go on where the folder's run stands.
+    """Train a config in a folder and return its record; a run that was interrupted there continues.
 
     Args:
-        config: of the run; a folder that was begun with another one is refused.
+        config: of the run; a folder that was started with another one is refused.
         folder: of the run, see `fastrpb.run`. The record is added to results.jsonl beside it.
         data_dir: as in `fastrpb.data.load`.
         trackers: of "tensorboard" and "wandb", what else to write to.
@@ -99,6 +99,8 @@ def train(
     >>> sorted(record["metrics"]["test"])
     ['accuracy', 'f1', 'loss']
     """
+    if not isinstance(config, RunConfig):
+        raise TypeError(f"config must be a RunConfig, as of fastrpb.presets.preset, got {config!r}")
     config.check_bias_is_read()
     run = Run(folder)
     data = load_data(config, data_dir)  # first, so that a missing file leaves no folder

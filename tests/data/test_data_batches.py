@@ -135,6 +135,8 @@ def test_a_position_of_other_batches_is_refused():
         Batches(split, 10, pad_id=PAD).load_state_dict(state)
     with pytest.raises(DataError, match="examples=50, these batches have examples=40"):
         Batches(texts(lengths(40)), 5, pad_id=PAD).load_state_dict(state)
+    with pytest.raises(DataError, match="seed=0, these batches have seed=1"):
+        Batches(split, 5, pad_id=PAD, seed=1).load_state_dict(state)
 
 
 def test_a_position_that_is_none_is_refused():

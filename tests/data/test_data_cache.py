@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastrpb.data import DataError, cache, load, text
-from samples import write_parquet, write_reviews
+from samples import review_members, write_parquet, write_reviews
 
 LOADER = """
 import hashlib, pathlib, sys, time
@@ -56,6 +56,18 @@ def test_tokens_are_made_once_for_a_content(tmp_path, own_cache, builds, monkeyp
     load("text", tmp_path / "two")
     assert len(builds) == 3 * made
     assert len(list(own_cache.iterdir())) == 3
+
+
+def test_a_review_that_moves_to_the_other_class(tmp_path):
+    """The files have the same content in the same order, but not the same names."""
+    for name, content in review_members().items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    before = load("text", tmp_path, validation="test").train.labels
+    (tmp_path / "aclImdb/train/pos/06_9.txt").rename(tmp_path / "aclImdb/train/neg/06_9.txt")
+    after = load("text", tmp_path, validation="test").train.labels
+    assert (before[6].item(), after[6].item()) == (1, 0)
 
 
 def test_tokens_are_memory_mapped_and_the_cache_is_never_written_through(tmp_path):

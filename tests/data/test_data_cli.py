@@ -10,6 +10,7 @@ from importlib.metadata import version
 import pytest
 
 from fastrpb.__main__ import main
+from fastrpb.data.listops import generate
 from samples import write_listops, write_mnist, write_papers, write_reviews
 
 
@@ -123,12 +124,33 @@ def test_every_task_is_shown(run, tmp_path):
     assert "movie" not in run("data", "text", "--data-dir", tmp_path, "--samples", 0)
 
 
+def test_the_numbers_of_a_split(run, tmp_path):
+    write_listops(tmp_path)
+    shown = run("data", "listops", "--data-dir", tmp_path)
+    (train,) = [line for line in shown.splitlines() if line.startswith("│ train")]
+    wanted = ["train", "2", "4", "6.0", "8", "50.0%"]
+    assert [word.strip() for word in train.split("│")[1:-1]] == wanted
+
+
+def test_samples_are_from_all_of_a_split_and_cut_as_asked(run, tmp_path):
+    write_reviews(tmp_path)
+    options = ("--samples", 2, "--max-length", 5)
+    shown = run("data", "text", "--data-dir", tmp_path, *options)
+    assert "negative" in shown
+    assert "positive" in shown  # though the file has all negative ones first
+    assert "at most 5 tokens" in shown
+
+
 def test_listops_are_generated_and_shown(tmp_path):
     sizes = ("--sizes", 30, 5, 5)
     code, output, _ = fastrpb("data", "listops", "--out", tmp_path / "new", "--seed", 1, *sizes)
     assert code == 0
     assert "10 classes, vocabulary 16" in output
     assert len((tmp_path / "new/basic_train.tsv").read_text().splitlines()) == 31
+    generate(tmp_path / "same", 1, (30, 5, 5), workers=1)
+    for name in ("basic_train.tsv", "basic_test.tsv"):
+        new, same = (tmp_path / folder / name for folder in ("new", "same"))
+        assert new.read_bytes() == same.read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,13 @@ def test_text_in_every_layout(tmp_path):
         assert whole("text", tmp_path / root) == expected, root
 
 
+def test_the_folder_of_a_task_comes_before_the_one_around_it(tmp_path):
+    write_reviews(tmp_path / "imdb")
+    for split in ("train", "test"):
+        write_parquet(tmp_path / f"{split}.parquet", other=[1])
+    assert len(load("text", tmp_path).test) == 2
+
+
 def test_retrieval_in_every_layout(tmp_path):
     write_papers(tmp_path / "parquet/aan")
     lra = tmp_path / "lra/tsv_data"

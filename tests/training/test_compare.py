@@ -1,21 +1,24 @@
 import json
 import math
 import multiprocessing
+import os
 import re
 import threading
 import time
-from dataclasses import asdict
+from multiprocessing import Pipe
 
 import pytest
+import torch
 
 from apart import APART  # noqa: F401, its processes start the grid's too
-from fastrpb.compare import _train_apart, compare, finished, grid, left_out
+from fastrpb.compare import _places, _train_apart, compare, finished, grid, left_out
 from fastrpb.data import DataError
 from fastrpb.presets import name_of
 from fastrpb.report import collect
 from fastrpb.run import BusyError, Run, append_result, read_lines
 from fastrpb.tables import cells, on_test
 from fastrpb.train import train
+from runs import record_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,6 +59,11 @@ def test_a_grid_keeps_the_options_and_the_seeds():
     assert {c.model.layers for c in configs} == {1}
 
 
+def test_a_grid_without_jobs(small, tmp_path):
+    with pytest.raises(ValueError, match="jobs=0 must be at least 1"):
+        compare([small()], tmp_path, jobs=0)
+
+
 def test_what_a_grid_cannot_have():
     rows, positions = ["softmax", "sikf"], ["none", "rpe"]
     configs = grid("digits", rows, positions, [0], {})
@@ -91,14 +99,6 @@ def test_a_record_from_before_a_field_existed_still_counts(small, tmp_path):
     assert [entry.name for entry in collect([tmp_path])] == [name_of(config)]
 
 
-def record(config):
-    test = {"accuracy": 0.5, "f1": 0.4}
-    numbers = {"seconds": 1.0, "peak_memory_bytes": 2**20, "metrics": {"test": test}}
-    numbers |= {"steps": 2, "tokens_per_second": 1.0}
-    made = {"device": "cpu", "versions": {"fastrpb": "0", "torch": "2"}, "revision": None}
-    return {"name": "x", "config": asdict(config), **numbers, **made}
-
-
 def test_a_run_of_another_process_is_waited_for(small, tmp_path):
     config, events = small(steps=2), []
     started = threading.Event()
@@ -107,7 +107,7 @@ def test_a_run_of_another_process_is_waited_for(small, tmp_path):
         with Run(tmp_path / name_of(config)).locked():
             started.set()
             time.sleep(2)
-            append_result(tmp_path / "results.jsonl", record(config))
+            append_result(tmp_path / "results.jsonl", record_of(config))
 
     thread = threading.Thread(target=other)
     thread.start()
@@ -182,7 +182,7 @@ def test_a_damaged_line_is_named(tmp_path):
     ],
 )
 def test_a_line_that_is_no_record_is_named(small, tmp_path, changes):
-    lines = [record(small()), {**record(small()), **changes}]
+    lines = [record_of(small()), {**record_of(small()), **changes}]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     with pytest.raises(ValueError, match=r"results.jsonl: line 2 is no record of a run; remove it"):
         finished([small()], tmp_path)
@@ -262,3 +262,27 @@ def test_of_two_data_the_records_of_these_count(small, tmp_path):
     more = small(steps=3)
     found = compare([config, more], tmp_path, cpu=True)
     assert found[0]["seconds"] == record["seconds"]
+
+
+def test_gpus_are_taken_in_turn(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert _places(3) == ["0", "1", "0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert _places(3) == ["5", "7", "5"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert _places(2) == ["", ""]
+
+
+def test_a_job_sees_its_gpu_and_its_share_of_the_cores(small, tmp_path, monkeypatch):
+    def look(*_, **__):
+        return {"gpu": os.environ["CUDA_VISIBLE_DEVICES"], "threads": torch.get_num_threads()}
+
+    monkeypatch.setattr("fastrpb.compare.train", look)
+    monkeypatch.setattr("fastrpb.compare.keep_freed_memory", lambda: None)
+    monkeypatch.setattr(os, "setsid", lambda: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    torch.set_num_threads(4)
+    mine, its = Pipe()
+    _train_apart(its, small(), tmp_path, None, True, "5", 2)
+    assert mine.recv() == {"gpu": "5", "threads": 2}

@@ -80,7 +80,7 @@ def test_the_best_set_ups(task):
 
 
 def test_a_task_without_a_best_set_up():
-    with pytest.raises(ValueError, match=r"best set-up for mnist.*, not for 'digits'"):
+    with pytest.raises(ValueError, match=r"no best set-up for 'digits', only for mnist"):
         best("digits")
 
 
@@ -91,7 +91,7 @@ def test_a_model_that_is_none():
 
 def test_a_bias_that_nobody_reads_is_not_trained():
     unread = override(preset("digits"), {"layers": 1, "pooling": "cls", "norm": "layer"})
-    with pytest.raises(ValueError, match="FastRPB would do nothing; use pooling='mean'"):
+    with pytest.raises(ValueError, match="FastRPB would change nothing; use pooling='mean'"):
         unread.check_bias_is_read()
     for change in ({"layers": 2}, {"pooling": "mean"}, {"position": "none"}):
         override(unread, change).check_bias_is_read()
@@ -120,20 +120,28 @@ def test_a_changed_config_has_another_name():
         ({"learning_rate": -1.0}, "learning_rate=-1.0 must be from 0"),
         ({"learning_rate": math.nan}, "learning_rate=nan"),
         ({"beta2": 1.0}, "beta2=1.0 must be from 0 to below 1"),
-        ({"clip": "1"}, "clip='1' must be a number"),
+        ({"clip": "1"}, "clip must be a number, got '1'"),
         ({"clip": 10**400}, "must be from 0 to below 1e"),
+        ({"clip": 0}, "clip=0 leaves nothing of the gradients"),
+        ({"eps": 0}, "eps=0 leaves nothing of the gradients"),
+        ({"attention_dropout": 1.0}, "attention_dropout=1.0 must be from 0 to below 1"),
         ({"schedule": "rsqrt", "warmup": 0}, "warmup ≥ 1"),
-        ({"accumulate": 3}, "batch_size=32 does not part into accumulate=3"),
+        ({"accumulate": 3}, "batch_size=32 is not divisible by accumulate=3"),
         ({"keep": "best", "validation": "test"}, "choose the weights by the test split"),
         ({"max_length": 65}, "digits always has 64 pixels"),
         ({"position": "rpe"}, "linear attention never forms"),
         ({"compile": "yes"}, "compile='yes' must be true or false"),
-        ({"head_norm": True, "batch_size": 4, "accumulate": 4}, "head_norm compares.*at least 8"),
+        ({"head_norm": True, "batch_size": 4, "accumulate": 4}, "two examples a pass.*at least 8"),
     ],
 )
 def test_impossible_values(values, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         override(preset("digits"), values)
+
+
+def test_a_truth_is_no_number():
+    with pytest.raises(TypeError, match="learning_rate must be a number, got True"):
+        override(preset("digits"), {"learning_rate": True})
 
 
 @pytest.mark.parametrize(

@@ -436,7 +436,7 @@ def test_a_config_that_is_lost_is_found_in_the_checkpoint(small, tmp_path, begin
     with pytest.raises(ValueError, match="remove it and give its options again with --out"):
         train(config, run.folder, cpu=True)
     run.config_file.unlink()
-    with pytest.raises(ValueError, match="begun with another config: seed"):
+    with pytest.raises(ValueError, match="started with another config: seed"):
         train(override(config, {"seed": 1}), run.folder, cpu=True)
     assert not run.exists()
     if begin_anew:

@@ -67,7 +67,7 @@ def test_a_run_goes_on_with_its_data_alone(folders, tmp_path):
     run = tmp_path / "run"
     with pytest.raises(Interruption):
         train(text(20), run, data_dir=one, cpu=True, on_progress=stop_at(10))
-    refused = pytest.raises(ValueError, match=r"run was begun with other data; .*--data-dir")
+    refused = pytest.raises(ValueError, match=r"run was started on other data; .*--data-dir")
     with refused:
         train(text(20), run, data_dir=other, cpu=True)
     record = train(text(20), run, data_dir=copy, cpu=True)
@@ -97,6 +97,15 @@ def test_a_table_has_results_of_one_data(folders, tmp_path, monkeypatch):
     monkeypatch.setenv("FASTRPB_DATA", str(tmp_path / "elsewhere"))
     with pytest.raises(ValueError, match="runs has results of other data"):
         compare([*configs, text(3)], tmp_path / "runs", cpu=True)
+
+
+def test_a_grid_of_several_lengths_and_validations(folders, tmp_path):
+    changes = {}, {"max_length": 5}, {"validation": "train"}
+    configs = [override(text(2), change) for change in changes]
+    options = {"data_dir": folders[0], "cpu": True}
+    records = compare(configs, tmp_path / "runs", **options)
+    assert len({record["data"] for record in records}) == 3
+    assert compare(configs, tmp_path / "runs", **options) == records
 
 
 def test_a_report_has_results_of_one_data_in_a_table(folders, tmp_path):

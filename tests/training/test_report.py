@@ -1,8 +1,10 @@
+import base64
 import json
 import math
 import re
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +14,9 @@ from fastrpb.figures import (
     biases,
     curves_figure,
     gains_figure,
+    scaling_figure,
     sides_figure,
+    slice_figure,
     slice_of,
     weights_figure,
     weights_of,
@@ -20,9 +24,9 @@ from fastrpb.figures import (
 from fastrpb.presets import name_of
 from fastrpb.report import collect, set_ups, write_report
 from fastrpb.run import Run
-from fastrpb.tables import Cell, Table, as_html, as_latex, as_markdown, ranks
+from fastrpb.tables import Cell, Table, as_html, as_latex, as_markdown, ranks, tables_of
 from fastrpb.train import train
-from runs import small
+from runs import record_of, small
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,6 +51,11 @@ def runs(tmp_path_factory):
     begun = Run(folder / "begun")
     begun.open(small())
     return folder
+
+
+@pytest.fixture(scope="module")
+def report(runs, tmp_path_factory):
+    return write_report([runs], tmp_path_factory.mktemp("report"), pixel=(3, 2))
 
 
 def test_the_best_is_bold_and_the_second_double_underlined():
@@ -88,6 +97,23 @@ def test_a_slice_is_a_column_of_the_matrix(bias, image):
 def test_a_pixel_outside_is_refused():
     with pytest.raises(ValueError, match=r"pixel 3,0 is outside the image: rows 0 to 2"):
         slice_of(torch.zeros(1, 29), (3, 5), (3, 0))
+
+
+def test_slices_show_heads_evenly_and_where_the_pixel_is():
+    w = torch.randn(20, 5, 9)  # over 3×5 pixels
+    axes = [ax for ax in slice_figure([w], (3, 5), (2, 1), heads=3).axes if ax.images]
+    assert [ax.get_title() for ax in axes] == ["head 0", "head 10", "head 19"]
+    pictures = slice_of(w, (3, 5), (2, 1))
+    for ax, head in zip(axes, (0, 10, 19), strict=True):
+        torch.testing.assert_close(torch.as_tensor(ax.images[0].get_array()), pictures[head])
+        assert ([*ax.get_xticks()], [*ax.get_yticks()]) == ([1], [2])
+
+
+def test_scaling_has_time_on_the_left_and_memory_on_the_right():
+    figure = scaling_figure({"Original": {64: (1.0, 20.0), 128: (2.0, 40.0)}}, "a machine")
+    left, right = figure.axes
+    assert (left.get_ylabel(), right.get_ylabel()) == ("evaluation time, ms", "peak memory, MB")
+    assert [list(ax.lines[0].get_ydata()) for ax in (left, right)] == [[1.0, 2.0], [20.0, 40.0]]
 
 
 def test_figures_show_the_numbers():
@@ -138,9 +164,8 @@ def test_the_heads_whose_sides_differ_most_are_shown():
     assert len(sides_figure([torch.zeros(1, 3)]).axes) == 1  # of nothing, nothing breaks
 
 
-def test_a_report_of_a_folder_of_runs(runs, tmp_path):
-    page = write_report([runs], tmp_path / "report", pixel=(3, 2))
-    names = {path.name for path in page.parent.iterdir()}
+def test_a_report_of_a_folder_of_runs(runs, report):
+    names = {path.name for path in report.parent.iterdir()}
     records = {r.name: r.record for r in collect([runs]) if r.record}
     assert {
         "index.html",
@@ -160,18 +185,43 @@ def test_a_report_of_a_folder_of_runs(runs, tmp_path):
         sum(100 * r["metrics"]["test"]["accuracy"] for n, r in records.items() if "fastrpb-" in n)
         / 2
     )
-    assert f"{mean:.2f} ± " in (page.parent / "tables.md").read_text()
-    content = page.read_text()
+    assert f"{mean:.2f} ± " in (report.parent / "tables.md").read_text()
+    content = report.read_text()
     assert "begun" in content
     assert "not finished" in content
     assert "$" not in re.sub(r"<script.*?</script>", "", content, flags=re.DOTALL)
-    # What the page draws from are the weights.
-    data = json.loads(re.search(r'id="data">(.*?)</script>', content, re.DOTALL).group(1))
-    entry = next(run for run in data["runs"] if "fastrpb2d" in run["name"])
-    _, model = load_run(runs / entry["name"])
-    scale = float(weights_of(biases(model)[1]).abs().max())
-    assert entry["layers"][1]["scale"] == pytest.approx(scale)
-    assert entry["image"] == [8, 8]
+
+
+def test_what_a_page_draws_from_are_the_weights(report, runs):
+    data = json.loads(re.search(r'id="data">(.*?)</script>', report.read_text(), re.DOTALL)[1])
+    assert len(data["runs"]) == 3
+    for entry in data["runs"]:
+        assert entry["image"] == [8, 8]
+        _, model = load_run(runs / entry["name"])
+        wanted = [weights_of(bias) for bias in biases(model)][: len(entry["layers"])]
+        for layer, w in zip(entry["layers"], wanted, strict=True):
+            wide = w.shape[-1] if w.dim() == 3 else 0
+            assert (layer["heads"], layer["wide"]) == (len(w), wide)
+            numbers = np.frombuffer(base64.b64decode(layer["weights"]), np.int16)
+            shown = torch.tensor(numbers / 32767 * layer["scale"], dtype=torch.float32)
+            error = layer["scale"] / 60_000
+            torch.testing.assert_close(shown.view(w.shape), w, rtol=0, atol=error)
+
+
+def test_tables_and_the_list_of_runs_show_the_record(tmp_path):
+    record = {**record_of(small()), "revision": "0123456789abcdef"}
+    tables = [(x.title, x.cells["sikf", "fastrpb"].mean, x.better) for x in tables_of([record])]
+    assert tables == [
+        ("Test accuracy, %", 50.0, "high"),
+        ("Test macro F1, %", 25.0, "high"),
+        ("Training time, s", 3.0, "low"),
+        ("Peak memory, MiB", 7.0, "low"),
+    ]
+    (tmp_path / "results.jsonl").write_text(json.dumps(record) + "\n")
+    page = write_report([tmp_path], tmp_path / "report").read_text()
+    words = ("50.00", "25.00", "2", "3.0", "4,321", "7", "0123456789")
+    cells = "".join(f"<td>{word}</td>" for word in words)
+    assert f'<tr><th scope="row">x</th>{cells}</tr>' in page
 
 
 def test_records_without_their_folders(runs, tmp_path):
@@ -320,11 +370,6 @@ def browser():
     assert chromium, "make test-browser needs Chromium: apt-get install chromium"
     with playwright.sync_playwright() as driver:
         yield driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-
-
-@pytest.fixture(scope="module")
-def report(runs, tmp_path_factory):
-    return write_report([runs], tmp_path_factory.mktemp("report"), pixel=(3, 2))
 
 
 def opened(browser, report, **options):

@@ -4,7 +4,8 @@ from functools import partial
 from rich.console import Console
 
 from fastrpb.progress import Progress
-from fastrpb.show import Display
+from fastrpb.show import Display, in_words, outcome_in_words
+from runs import record_of
 
 
 def test_the_bars_of_a_terminal_end_with_their_runs(monkeypatch):
@@ -16,3 +17,16 @@ def test_the_bars_of_a_terminal_end_with_their_runs(monkeypatch):
     hidden, shown = (out.getvalue().count(cursor) for cursor in ("\x1b[?25l", "\x1b[?25h"))
     assert hidden == shown == 1
     assert "run: test accuracy 90.00%" in out.getvalue()
+
+
+def test_a_finished_run_in_words(small):
+    assert outcome_in_words(record_of(small())) == (
+        "test accuracy 50.00%, macro F1 25.00%, 3.0 s of training, 4,321 tokens/s, "
+        "7 MiB at the peak"
+    )
+
+
+def test_progress_in_words():
+    rest = "loss 0.5000  accuracy 25.0%  4,321 tokens/s"
+    assert in_words(Progress(3, 9, 0.5, 0.25, 4321.0, 61)) == f"0:01:01 left  step 3/9  {rest}"
+    assert in_words(Progress(9, 9, 0.5, 0.25, 4321.0, 0)) == f"evaluating  step 9/9  {rest}"

@@ -1,3 +1,4 @@
+import math
 import os
 import signal
 import threading
@@ -9,6 +10,7 @@ import torch
 
 from apart import APART
 from fastrpb.data import load
+from fastrpb.evaluate import Metrics
 from fastrpb.run import Run
 from fastrpb.train import Interruption
 
@@ -92,6 +94,38 @@ def test_diverging_rates_are_cut_short_and_the_best_is_of_validation(small, tmp_
     assert len(words) == 3
 
 
+def test_the_most_accurate_of_rates_of_all_orders(small, tmp_path, monkeypatch):
+    tried = {}
+
+    def trained(config, *_, **__):
+        rate = config.learning_rate
+        tried[rate] = 1 / (1 + abs(math.log10(rate / 1e-4)))
+        return {"metrics": {"validation": {"accuracy": tried[rate]}}}
+
+    monkeypatch.setattr("fastrpb.sweep.train", trained)
+    best = sweep(small(), tmp_path, trials=12, low=1e-8, high=1.0, cpu=True)
+    assert best.learning_rate == max(tried, key=tried.__getitem__)
+    first = [*tried][:10]  # at random, evenly by the logarithm
+    assert sum(rate < 1e-2 for rate in first) > 1
+
+
+def test_a_trial_under_the_median_is_cut_short(small, tmp_path, monkeypatch):
+    accuracies, runs, words = iter([0.9] * 5 + [0.1]), [], []
+
+    def trained(config, folder, *, on_validation, **_):
+        runs.append(Run(folder))
+        runs[-1].checkpoints.mkdir(parents=True)
+        runs[-1].checkpoint(1).touch()
+        accuracy = next(accuracies)
+        on_validation(1, Metrics(1 - accuracy, accuracy, 0.5))
+        return {"metrics": {"validation": {"accuracy": accuracy}}}
+
+    monkeypatch.setattr("fastrpb.sweep.train", trained)
+    sweep(small(), tmp_path, trials=6, cpu=True, on_trial=lambda _, said: words.append(said))
+    assert words == ["validation accuracy 90.00%"] * 5 + ["cut short"]
+    assert [run.steps() for run in runs] == [[1]] * 5 + [[]]  # it will not go on
+
+
 def test_a_journal_and_a_lock_that_a_killed_worker_left(small, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = small(steps=5)
@@ -121,6 +155,11 @@ def test_the_best_config_keeps_the_validation_that_was_asked_for(small, tmp_path
 def test_impossible_ranges(small, tmp_path, low, high):
     with pytest.raises(ValueError, match=r"low=.* and high=.* must be positive"):
         sweep(small(), tmp_path, low=low, high=high, cpu=True)
+
+
+def test_a_search_without_trials(small, tmp_path):
+    with pytest.raises(ValueError, match="trials=0 must be at least 1"):
+        sweep(small(), tmp_path, trials=0)
 
 
 def test_two_workers_share_a_study(small, tmp_path):

@@ -1,23 +1,28 @@
 import json
 import random
+import subprocess
+import time
 
 import pytest
 import torch
+from accelerate import Accelerator
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch._dynamo.utils import counters
 from torch._inductor.exc import InductorError
 
 from fastrpb import load_model
-from fastrpb.config import override
+from fastrpb import run as run_module
+from fastrpb.config import override, to_json
 from fastrpb.data import Batch, Batches, load
 from fastrpb.evaluate import Metrics, _scores, evaluate_run, load_run, predict
 from fastrpb.parts import build, classify, seed_from, to_device
 from fastrpb.presets import preset
+from fastrpb.run import Run, _revision
 from fastrpb.step import _compile
 from fastrpb.train import Interruption, train
 from runs import PAIRS_OF_PAPERS, stop_at, weights
-from samples import write_papers, write_reviews
+from samples import REVIEWS, write_papers, write_reviews
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,6 +72,23 @@ def test_the_record(small, tmp_path):
     assert evaluate_run(tmp_path / "run", cpu=True)._asdict() == record["metrics"]["test"]
     model = load_model(tmp_path / "run" / "model.safetensors")
     assert record["parameters"] == sum(p.numel() for p in model.parameters())
+
+
+def test_the_seconds_are_those_of_all_steps(small, tmp_path, monkeypatch):
+    def slowly(*inputs):
+        time.sleep(0.02)
+        return classify(*inputs)
+
+    monkeypatch.setattr("fastrpb.step.classify", slowly)
+    assert train(small(steps=20), tmp_path / "run", cpu=True)["seconds"] >= 20 * 0.02
+
+
+def test_a_length_in_epochs_and_a_validation_after_each(small, tmp_path):
+    config, seen = override(small(batch_size=600), {"epochs": 2}), []  # of two batches each
+    record = train(
+        config, tmp_path / "run", cpu=True, on_validation=lambda step, _: seen.append(step)
+    )
+    assert (record["steps"], seen) == (4, [2, 4])
 
 
 def test_metrics_against_counting_by_hand(small, tmp_path):
@@ -202,6 +224,16 @@ def test_another_config_is_refused_with_its_differences(small, tmp_path):
         train(small(steps=3, seed=1), tmp_path / "run", cpu=True)
 
 
+def test_a_checkpoint_is_read_to_be_used(small, tmp_path):
+    config, run = small(steps=20), Run(tmp_path / "run")
+    with pytest.raises(Interruption):
+        train(config, run.folder, cpu=True, on_progress=stop_at(10))
+    assert not load_run(run.folder)[1].training
+    run.config_file.write_text(to_json(override(config, {"seed": 1})))
+    with pytest.raises(ValueError, match="another config: seed 0 → 1"):
+        load_run(run.folder)
+
+
 def test_a_folder_of_something_else(small, tmp_path):
     (tmp_path / "photo.jpg").write_text("")
     with pytest.raises(ValueError, match="has files but no run"):
@@ -219,6 +251,19 @@ def test_the_random_numbers_of_the_caller_stay_theirs(small, tmp_path):
     evaluate_run(tmp_path / "run", cpu=True)
     assert torch.equal(torch.rand(3), expected[0])
     assert random.random() == expected[1]
+
+
+def test_a_seed_decides_what_noise_shows(small, tmp_path):
+    """Encodings that draw it give the same metrics and probabilities again."""
+    train(small(steps=2, position="sinespe", realizations=4), tmp_path / "run", cpu=True)
+    Image.new("L", (8, 8), 99).save(tmp_path / "digit.png")
+    shown = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        shown.append(evaluate_run(tmp_path / "run", cpu=True))
+        torch.manual_seed(seed)
+        shown.append(predict(tmp_path / "run", [str(tmp_path / "digit.png")]))
+    assert shown[:2] == shown[2:]
 
 
 def test_missing_data_leave_no_folder(tmp_path):
@@ -299,6 +344,16 @@ def test_pairs_of_documents(tmp_path, monkeypatch):
     torch.testing.assert_close(weights(tmp_path / "few"), weights(tmp_path / "run"))
 
 
+def test_padding_is_no_token(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTRPB_CACHE", str(tmp_path / "cache"))
+    write_reviews(tmp_path / "imdb")
+    texts, _ = REVIEWS["train"]  # all of them: validation="test" holds nothing out
+    config = override(preset("text"), {**PAIRS_OF_PAPERS, "batch_size": len(texts), "steps": 2})
+    record = train(config, tmp_path / "run", data_dir=tmp_path / "imdb", cpu=True)
+    tokens = 2 * sum(len(text.encode()) for text in texts)
+    assert record["tokens_per_second"] * record["seconds"] == pytest.approx(tokens)
+
+
 @pytest.mark.parametrize(("few", "alike"), [(0.01, False), (1.0, True)])
 def test_one_compiled_program_or_one_without_masks_as_well(tmp_path, monkeypatch, few, alike):
     monkeypatch.setenv("FASTRPB_CACHE", str(tmp_path / "cache"))
@@ -359,10 +414,30 @@ def test_the_revision_is_that_of_the_beginning(small, tmp_path, monkeypatch):
     )
 
 
+def test_the_revision_is_of_a_clone_of_the_source_alone(tmp_path, monkeypatch):
+    def git(*words):
+        names = ("-c", "user.name=x", "-c", "user.email=x@x")
+        command = ["git", "-C", str(tmp_path), *names, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    source = tmp_path / "run.py"
+    source.write_text("1")
+    monkeypatch.setattr(run_module, "__file__", str(source))
+    assert _revision() is None
+    git("init")
+    git("commit", "--allow-empty", "-m", "of something else")
+    assert _revision() is None
+    git("add", "run.py")
+    git("commit", "-m", "of the source")
+    assert _revision() == git("rev-parse", "HEAD")
+    source.write_text("2")
+    assert _revision() == git("rev-parse", "HEAD") + "+"
+
+
 @pytest.mark.parametrize(
     ("changes", "processes", "words"),
     [
-        ({"batch_size": 8}, 3, "batch_size=8 does not part into 3 processes times accumulate=1"),
+        ({"batch_size": 8}, 3, "batch_size=8 is not divisible by 3 processes times accumulate=1"),
         (
             {"batch_size": 8, "accumulate": 4, "head_norm": True},
             2,
@@ -375,3 +450,10 @@ def test_batches_that_do_not_part(small, changes, processes, words):
     with pytest.raises(ValueError, match=words):
         small(**changes).check_parts(processes)
     small(**{**changes, "batch_size": 48}).check_parts(processes)
+
+
+def test_a_run_of_batches_that_do_not_part_is_not_begun(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    with pytest.raises(ValueError, match=r"batch_size=8 .* 2 processes times accumulate=8"):
+        train(small(batch_size=8, accumulate=8), tmp_path / "run", cpu=True)
+    assert not (tmp_path / "run").exists()

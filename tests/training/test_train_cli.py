@@ -19,6 +19,7 @@ from fastrpb.__main__ import main
 from fastrpb.config import load_config, override
 from fastrpb.presets import best
 from fastrpb.run import Run, read_lines
+from fastrpb.train import Interruption
 
 SMALL = (
     *("--layers", "2", "--dim", "16", "--heads", "2", "--mlp-dim", "16", "--batch-size", "8"),
@@ -72,7 +73,7 @@ def test_train_evaluate_resume_and_config(run, tmp_path):
 
     code, _, error = run("train", "digits", *SMALL, "--steps", 20, "--seed", 3)
     assert code == 2
-    assert "has a run already; go on with: fastrpb train --resume" in error
+    assert "has a run already; continue it with: fastrpb train --resume" in error
 
     code, _, error = run("train", "--resume", folder, "--learning-rate", 1, "--layers", 3)
     assert code == 2
@@ -82,6 +83,20 @@ def test_train_evaluate_resume_and_config(run, tmp_path):
     assert run("train", "--config", folder, "--out", "again", "--cpu", "--tracker", "none")[0] == 0
     one, other = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "again"))
     assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+def test_the_numbers_of_each_split_and_another_task_to_resume(run):
+    values = [*SMALL, "--steps", 20, "--out", "run", "--tracker", "none"]
+    assert run("train", "digits", *values)[0] == 0
+    metrics = Run("run").result()["metrics"]
+    assert metrics["validation"]["loss"] != metrics["test"]["loss"]
+    for split, values in metrics.items():
+        _, out, _ = run("evaluate", "run", "--cpu", "--split", split)
+        assert f"{split}: accuracy {values['accuracy']:.2%}" in out
+        assert f"loss {values['loss']:.4f}" in out
+    code, _, error = run("train", "mnist", "--resume", "run")
+    assert code == 2
+    assert "run of digits, not of mnist\n" in error
 
 
 @pytest.mark.parametrize(
@@ -94,12 +109,12 @@ def test_train_evaluate_resume_and_config(run, tmp_path):
         (["train", "digits", "--features", "sikv"], "'sikv' is not one of 'sikf'"),
         (
             ["train", "digits", "--attention", "softmax", "--features", "dpfp"],
-            "softmax attention has no features='dpfp': leave --features out",
+            "softmax attention has no features='dpfp': drop --features",
         ),
         (["train", "digits", "--position", "rpe"], "linear attention never forms"),
         (["train", "text", "--position", "fastrpb2d"], "needs image=(height, width)"),
         (["train", "digits", "--max-length", "9"], "digits always has 64 pixels"),
-        (["train", "digits", "--accumulate", "5"], "does not part into accumulate=5"),
+        (["train", "digits", "--accumulate", "5"], "is not divisible by accumulate=5"),
         (["train", "digits", "--steps", "0"], "steps=0 must be at least 1"),
         (["train", "text", "--data-dir", "nowhere"], "there is no folder nowhere"),
         (["train", "--config", "none.json"], "cannot read the config none.json"),
@@ -107,8 +122,8 @@ def test_train_evaluate_resume_and_config(run, tmp_path):
         (["train", "--resume", "nowhere"], "there is no folder nowhere; the package has"),
         (["train", "digits", "--best"], "best set-up for mnist"),
         (["train", "mnist", "--layers", "1"], "FastRPB would do nothing"),
-        (["train", "--config", "none.json", "--best"], "leave --config out"),
-        (["train", "--resume", "nowhere", "--best"], "leave --config, --best and --out out"),
+        (["train", "--config", "none.json", "--best"], "drop --config"),
+        (["train", "--resume", "nowhere", "--best"], "drop --config, --best and --out"),
         (["train", "digits", "--tracker", "wandb"], "needs the package wandb"),
         (["train", "digits", "--dim", 10**20], f"dim={10**20} must be below 2³¹"),
         (["train", "digits", "--dim", 2**30, "--cpu"], "too little memory for this model"),
@@ -124,6 +139,8 @@ def test_train_evaluate_resume_and_config(run, tmp_path):
         (["compare", "digits", "--features", "sikf", "--position", "rpe"], "never forms"),
         (["compare", "digits", "--jobs", "0"], "'--jobs'"),
         (["compare", "digits", "--best"], "best set-up for mnist"),
+        (["report", "nowhere", "--pixel", "1"], "--pixel takes a row and a column, as 12,10"),
+        (["report", "nowhere", "--pixel", "1,2,3"], "as 12,10; got '1,2,3'"),
         (["sweep", "digits", "--low", "1", "--high", "0.1"], "low=1 and high=0.1"),
         (["sweep"], "give one of TASK"),
         (["sweep", "digits", "--best"], "best set-up for mnist"),
@@ -158,8 +175,39 @@ def test_the_command_that_goes_on_can_be_pasted(run, tmp_path):
     for _ in range(2):
         code, _, error = run("train", "digits", *SMALL, "--steps", 1, "--out", name)
     assert code == 2
-    command = error.split("go on with: ")[1].split(", or choose")[0]
+    command = error.split("continue it with: ")[1].split(", or choose")[0]
     assert shlex.split(command) == ["fastrpb", "train", "--resume", name]
+
+
+def test_the_command_that_goes_on_has_the_options_of_before(run, monkeypatch):
+    def stopped(*_, **__):
+        raise Interruption(3, 9, signal.SIGTERM)
+
+    monkeypatch.setattr("fastrpb.train.train", stopped)
+    given = ["--data-dir", "my data", "--tracker", "none", "--cpu"]
+    code, _, error = run("train", "digits", "--out", "run", *given)
+    assert code == 143
+    assert "--resume run --data-dir 'my data' --tracker none --cpu\n" in error
+
+
+def test_options_go_to_the_functions(run, monkeypatch):
+    asked = {}
+
+    def note(*_, **options):
+        asked.clear()
+        asked.update(options)
+        raise ValueError("enough")
+
+    for name in ("train", "compare", "sweep"):
+        monkeypatch.setattr(f"fastrpb.{name}.{name}", note)
+    common = ["digits", "--data-dir", "d", "--cpu"]
+    run("train", *common, "--tracker", "none")
+    assert (str(asked["data_dir"]), asked["cpu"], asked["trackers"]) == ("d", True, [])
+    run("compare", *common, "--jobs", 3)
+    assert (str(asked["data_dir"]), asked["cpu"], asked["jobs"]) == ("d", True, 3)
+    run("sweep", *common, "--trials", 7, "--low", 0.25, "--high", 0.5)
+    assert (str(asked["data_dir"]), asked["cpu"]) == ("d", True)
+    assert (asked["trials"], asked["low"], asked["high"]) == (7, 0.25, 0.5)
 
 
 def test_folders_that_are_files_or_read_only(run, tmp_path):
@@ -333,7 +381,7 @@ def test_what_the_first_process_refuses_all_refuse(tmp_path):
     whole = start(*values, "--steps", 2, "--out", "run", cwd=tmp_path)
     whole.communicate(timeout=60)
     for options, reason in (
-        (["--resume", "run", "--steps", 3, "--cpu"], "was begun with another config"),
+        (["--resume", "run", "--steps", 3, "--cpu"], "was started with another config"),
         (["digits", *SMALL, "--steps", 2, "--out", "run"], "has a run already"),
     ):
         began = time.monotonic()
@@ -383,7 +431,7 @@ def test_compare_prints_skips_and_appends(run, tmp_path):
     assert (code, error) == (0, "")
     records = list(read_lines(tmp_path / "runs" / "results.jsonl"))
     assert len(records) == 6
-    assert out.startswith("left out, since digits cannot have them: Linear, SIKF with RPE\n")
+    assert out.startswith("skipped, not possible for digits: Linear, SIKF with RPE\n")
     row = next(line for line in out.splitlines() if "│ Linear, SIKF" in line)
     accuracies = [
         100 * r["metrics"]["test"]["accuracy"]
@@ -396,6 +444,15 @@ def test_compare_prints_skips_and_appends(run, tmp_path):
     assert code == 0
     assert "6 of 6 runs are finished already" in out
     assert len(list(read_lines(tmp_path / "runs" / "results.jsonl"))) == 6
+
+
+def test_the_metric_of_a_printed_table(run, tmp_path):
+    arguments = ["compare", "digits", *SMALL, "--steps", 5, "--seeds", "0", "--features", "sikf"]
+    for metric in ("accuracy", "f1"):
+        _, out, _ = run(*arguments, "--position", "none", "--metric", metric)
+        (record,) = read_lines(tmp_path / "runs" / "results.jsonl")
+        value = 100 * record["metrics"]["test"][metric]
+        assert re.search(rf"│ Linear, SIKF +│ {value:.2f} +│", out)
 
 
 def test_the_runs_end_when_the_grid_is_killed(tmp_path):

@@ -11,7 +11,7 @@ from fastrpb.data.dataset import DataError, Split
 
 
 class Batch(NamedTuple):
-    """Some examples, padded to the longest of the global batch or a bit further: to L.
+    """Some examples, padded to a common length L, at least that of the longest.
 
     Attributes:
         tokens: (B, L) uint8, or (B, 2, L) for pairs; `tokens.long()` on the device embeds.
@@ -27,7 +27,7 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """The batches of a split, epoch after epoch: an iteration is the rest of the present epoch.
+    """The batches of a split, epoch after epoch: to iterate gives the rest of the current epoch.
 
     An epoch uses every example once. Its order is a function of (seed, epoch). Examples of like
     length go together: `pool` batches' worth of the shuffled examples are sorted by length and cut

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from fastrpb import init
 from fastrpb.bias import FastRPB
 from fastrpb.bias2d import FastRPB2d, Kind
+from fastrpb.checks import check_flag
 from fastrpb.files import read_tensors, write_tensors
 from fastrpb.init import Init
 
@@ -68,7 +69,7 @@ def attach(
             not told from it.
         kind: images only, "additive" (the default) or "full": see `FastRPB2d`.
         init: fills `w` (see `fastrpb.init`).
-        freeze: leave only the biases trainable. Else nothing else changes.
+        freeze: train only the biases. By default no other parameter is touched.
 
     Returns:
         The model.
@@ -83,6 +84,7 @@ def attach(
     >>> torch.equal(model(tokens).last_hidden_state, before)
     True
     """
+    check_flag("freeze", freeze)
     base = _pretrained(model)
     if biases(base):
         raise ValueError("the model has biases already; detach(model) them first")
@@ -297,7 +299,7 @@ def _bias(
     window = getattr(layer, "sliding_window", None)
     if window is not None and isinstance(length, int) and window < length:
         raise ValueError(
-            f"layers with a sliding window of {window} tokens hide others from a bias of "
+            f"the sliding window of this model, {window} tokens, is shorter than "
             f"max_length={length}; use max_length={window} at most, or a config without windows"
         )
     causal = layer.is_causal and getattr(config, "is_causal", True)
@@ -358,7 +360,7 @@ def _attention(
         )
     if implementation not in _IMPLEMENTATIONS:
         raise ValueError(
-            f"biases do not go with attn_implementation={implementation!r}; use one of "
+            f"biases do not support attn_implementation={implementation!r}; use one of "
             f"{', '.join(_IMPLEMENTATIONS)}"
         )
     _check_not_packed(implementation, query, attention_mask, settings)
@@ -451,8 +453,8 @@ def _check_visible(mask: Tensor, keep: Tensor, causal: bool) -> None:
     padding = ~expected.any(-1) & visible.all(-1)
     _require(
         (((visible == expected).all(-1) | padding) & (visible | hidden).all(-1)).all(),
-        "biases know padding and causal order, but this attention mask hides other keys "
-        "too, or weighs them (packed sequences, a window or a mask of your own)",
+        "biases support padding and causal masks only, but this attention mask hides other keys "
+        "too, or weighs them (packed sequences, a sliding window or a mask of your own)",
     )
 
 

@@ -5,6 +5,7 @@
 # pyright: reportIncompatibleMethodOverride=false
 
 from dataclasses import fields
+from difflib import get_close_matches
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +86,10 @@ class FastRPBConfig(PreTrainedConfig):
         for name, field in _FIELDS.items():
             setattr(self, name, settings.pop(name, field.default))
         settings.setdefault("tie_word_embeddings", True)
+        for name in settings:  # Transformers keeps what it does not know
+            near = get_close_matches(name, [*_FIELDS, *_ELSEWHERE], n=1, cutoff=0.8)
+            if near and not hasattr(PreTrainedConfig(), name):
+                raise ValueError(f"FastRPBConfig has no setting {name!r}; did you mean {near[0]}?")
         super().__init__(**settings)
         self.model_config  # noqa: B018  (raises here for what cannot be)
 

@@ -1,15 +1,47 @@
-"""The sums of causal linear attention in plain torch, by chunks: O(N)."""
+"""Linear attention in plain torch, on any device: O(N), the causal form by chunks."""
 
 import torch
 from torch import Tensor
 
+from fastrpb.checks import compute_dtype, kept
 from fastrpb.features import HIDDEN, ExpFeatureMap, Phi
-from fastrpb.modes import exporting
+from fastrpb.modes import exact, exporting
 
 _CHUNK = 64  # positions that are handled by their quadratic definition
 
 
-def causal_sums(phi: Phi, q: Tensor, k: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+def plain_attention(
+    phi: Phi, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+) -> Tensor:
+    """`linear_attention`, of inputs that were checked."""
+    dtype = v.dtype
+    with exact(v):
+        q, k, v = widened(q, kept(k, mask), v)
+        values = with_ones(v, mask)
+        if not causal:
+            phi_q, phi_k = phi(q, k, mask)
+            sums = phi_q @ (phi_k.mT @ values)
+        else:
+            sums = _causal_sums(phi, q, k, values, mask)
+        return divide(sums[..., :-1], sums[..., -1:]).to(dtype)
+
+
+def with_ones(v: Tensor, mask: Tensor | None) -> Tensor:
+    """[v, 1], so that one product gives numerator and denominator; zero where masked."""
+    return kept(torch.nn.functional.pad(v, (0, 1), value=1.0), mask)
+
+
+def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """0 where there is nothing to attend to."""
+    return numerator / denominator.masked_fill(denominator == 0, 1)
+
+
+def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    dtype = compute_dtype(*tensors)
+    return tuple(x.to(dtype) for x in tensors)
+
+
+def _causal_sums(phi: Phi, q: Tensor, k: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
     """Σ_{m<=n} φ(q_n)ᵀφ(k_m)·values_m, up to a factor for each n, for M queries and N keys."""
     m, n = q.shape[-2], k.shape[-2]
     keys = min(m, n)  # no query sees the keys after its own place
