@@ -480,6 +480,8 @@ def test_mistakes_get_one_sentence():
     for call in (attach, detach, biases):
         with pytest.raises(TypeError, match="for Transformers models, not for str"):
             call("bert")
+    with pytest.raises(TypeError, match="freeze='no' must be true or false"):
+        attach(make("bert"), freeze="no")
     model = attach(make("bert"), 20)
     with pytest.raises(ValueError, match=r"21 tokens, .* exceed the max_length=20 .* attach them"):
         model(**inputs("bert"))
@@ -498,7 +500,9 @@ def test_mistakes_get_one_sentence():
     with pytest.raises(ValueError, match="packed into one row"):
         causal(torch.randint(30, (1, 21)), cu_seq_lens_q=torch.tensor([0, 11, 21]))
     windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
-    with pytest.raises(ValueError, match=r"window of 4 tokens .* bias of max_length=5; use max_le"):
+    with pytest.raises(
+        ValueError, match=r"window of this model, 4 tokens, .* max_length=5; use max_le"
+    ):
         attach(make("qwen2", **windows), 5)
     attach(make("qwen2", **windows), 4)
     image = attach(make("vit", image_size=24))

@@ -495,6 +495,11 @@ def test_push_to_hub(tmp_path, monkeypatch):
             f"{N + 1} tokens exceed max_length={N}",
         ),
         (
+            lambda: FastRPBConfig(postion="none"),
+            ValueError,
+            "no setting 'postion'; did you mean position",
+        ),
+        (
             lambda: FastRPBModel(config())(tokens(), torch.ones(3, 19)),
             ValueError,
             r"with length 20, .* got \(3, 19\)",

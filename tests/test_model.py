@@ -468,7 +468,7 @@ def test_impossible_configs_say_why(changes, words):
     ("call", "words"),
     [
         (lambda m: m(torch.zeros(2, 25, dtype=torch.long)), "25 tokens exceed max_length=24"),
-        (lambda m: m(torch.full((2, 24), 11)), "from 11 to 11, beyond vocab_size=11"),
+        (lambda m: m(torch.full((2, 24), 11)), "from 11 to 11; vocab_size allows 0 to 10"),
         (lambda m: m(torch.full((2, 24), -1)), "from -1 to -1"),
         (lambda m: m(torch.zeros(2, 0, dtype=torch.long)), r"\(2, 0\)"),
         (lambda m: m(torch.zeros(2, 24)), r"ids, got torch.float32 \(2, 24\)"),

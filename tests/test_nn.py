@@ -208,6 +208,8 @@ def test_half_precision_and_compilation():
         DIM, HEADS, batch_first=True, features=sikf, rpb=FastRPB(HEADS, 16), dtype=torch.bfloat16
     )
     assert new.rpb.w.dtype == torch.bfloat16
+    favor = MultiheadAttention(DIM, HEADS, features=FavorPlus(DIM // HEADS, 8), device="meta")
+    assert favor.features.projection.is_meta
     x = torch.randn(BATCH, LENGTH, DIM, dtype=torch.bfloat16)
     compiled = torch.compile(new, fullgraph=True, backend="aot_eager")
     wanted = new(x, x, x, need_weights=False)[0]

@@ -114,7 +114,13 @@ def test_command_and_pairs_with_lengths_of_their_own(tmp_path):
 def test_mistakes_get_one_sentence(tmp_path):
     failed = command(tmp_path / "nothing", tmp_path / "out.onnx")
     assert failed.returncode == 2
-    assert failed.stderr == f"fastrpb: there is no file {tmp_path / 'nothing'}\n"
+    assert f"there is no folder {tmp_path / 'nothing'}" in failed.stderr
+    model = Classifier(ModelConfig(**SMALL))
+    save_model(model, tmp_path / "model.safetensors")
+    before = (tmp_path / "model.safetensors").read_bytes()
+    failed = command(tmp_path, tmp_path / "model.safetensors")
+    assert (failed.returncode, (tmp_path / "model.safetensors").read_bytes()) == (2, before)
+    assert "the name of an ONNX file ends in .onnx" in failed.stderr
     model = Classifier(ModelConfig(**SMALL, position="sinespe"))
     with pytest.raises(ValueError, match="draws new random codes"):
         export(model, tmp_path / "out.onnx")
@@ -124,7 +130,7 @@ def test_mistakes_get_one_sentence(tmp_path):
         export(model, tmp_path / "nowhere" / "out.onnx")
     with pytest.raises(ValueError, match=r"is a folder; name a file in it, as .*model\.onnx"):
         export(model, tmp_path)
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("max_length", [1, 300])

@@ -214,9 +214,18 @@ def test_some_rows_are_those_of_all(flags, length, first, count):
 
 def test_rows_that_are_not_there():
     bias, v = FastRPB(3, 20, causal=True), torch.randn(3, 10, 5)
-    for rows in ((-1, 2), (9, 2), (0, 0)):
-        with pytest.raises(ValueError, match="are not among the 10 tokens of v"):
+    for rows, words in (
+        ((-1, 2), "the first of rows=-1"),
+        ((9, 2), r"rows=\(9, 2\) are not among the 10 tokens of v"),
+        ((0, 0), "the count of rows=0"),
+    ):
+        with pytest.raises(ValueError, match=words):
             bias(v, rows=rows)
+    for place in (-1, 10, 25):
+        with pytest.raises((IndexError, RuntimeError), match="out of (DATA bounds|range)"):
+            bias(v, rows=(torch.tensor(place), 1))
+    with pytest.raises(TypeError, match="the first of rows must be a whole number"):
+        bias(v, rows=(0.0, 1))
     with pytest.raises(ValueError, match="rows= is for a bias without a prefix"):
         bias(v, state=bias.init_state(v), rows=(0, 1))
     with pytest.raises(ValueError, match="rows= is for a bias without a prefix"):

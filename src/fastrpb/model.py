@@ -180,9 +180,7 @@ class Encoder(nn.Module):
             low, high = (int(x) for x in tokens.aminmax())
             if low < 0 or high >= self.embedding.num_embeddings:
                 last = self.embedding.num_embeddings - 1
-                raise ValueError(
-                    f"tokens are from {low} to {high}, not from 0 to vocab_size-1={last}"
-                )
+                raise ValueError(f"tokens are from {low} to {high}; vocab_size allows 0 to {last}")
         if seen + tokens.shape[1] > self.config.max_length:
             raise ValueError(
                 f"{seen + tokens.shape[1]} tokens exceed max_length={self.config.max_length}"

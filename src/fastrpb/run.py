@@ -76,18 +76,23 @@ class Run:
         if self.exists():
             self.check(asdict(self.config()), config)
             return
-        refuse_runs_in(self.folder.parent)
         self.folder.mkdir(parents=True, exist_ok=True)
-        # A process that was killed just here leaves no more than a lock and parts of files. Of a
+        if self.steps():
+            self.check(self.load(self.steps()[-1])[1]["config"], config)
+        with replacing(self.config_file) as part:
+            part.write_text(to_json(config))
+
+    def refuse_others(self) -> None:
+        """Refuse a folder within a run, or of files that are none of a run's."""
+        refuse_runs_in(self.folder.parent)
+        if self.exists() or self.steps() or not self.folder.exists():
+            return
+        # A process that was killed as it began leaves no more than a lock and parts of files. Of a
         # run whose config was lost the others remain.
         ours = {"lock", self.checkpoints.name, self.metrics_file.name, "tensorboard"}
         ours |= {path.name for path in self.folder.glob("*.part")}
-        if self.steps():
-            self.check(self.load(self.steps()[-1])[1]["config"], config)
-        elif {path.name for path in self.folder.iterdir()} - ours:
+        if {path.name for path in self.folder.iterdir()} - ours:
             raise ValueError(f"{self.folder} has files but no run; choose another folder by --out")
-        with replacing(self.config_file) as part:
-            part.write_text(to_json(config))
 
     def check(self, started: dict[str, Any], config: RunConfig) -> None:
         """Raise unless the run was started with this config."""

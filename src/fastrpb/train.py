@@ -115,6 +115,7 @@ def train(
         # Made before the folder, so that a config that cannot be leaves none.
         trainer = _Trainer(config, run, accelerator, data, on_progress, on_validation)
         with ExitStack() as held:
+            _first_alone(accelerator, run.refuse_others)  # before it leaves a lock there
             _first_alone(accelerator, lambda: held.enter_context(run.locked()))
             finished = _first_alone(accelerator, lambda: _begin(run, config, trainer.digest))
             if finished is not None:

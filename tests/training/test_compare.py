@@ -59,7 +59,9 @@ def test_a_grid_keeps_the_options_and_the_seeds():
     assert {c.model.layers for c in configs} == {1}
 
 
-def test_a_grid_without_jobs(small, tmp_path):
+def test_a_grid_without_configs_or_jobs(small, tmp_path):
+    with pytest.raises(ValueError, match="no configs to compare"):
+        compare([], tmp_path)
     with pytest.raises(ValueError, match="jobs=0 must be at least 1"):
         compare([small()], tmp_path, jobs=0)
 
@@ -73,7 +75,7 @@ def test_what_a_grid_cannot_have():
 
 def test_a_grid_has_each_run_once_and_none_whose_bias_is_not_read():
     assert len(grid("digits", ["sikf", "sikf"], ["none"], [0, 0, 1], {})) == 2
-    with pytest.raises(ValueError, match="FastRPB would do nothing"):
+    with pytest.raises(ValueError, match="FastRPB would change nothing"):
         grid("digits", ["sikf"], ["none", "fastrpb"], [0], {"layers": 1, "pooling": "cls"})
 
 

@@ -113,6 +113,7 @@ def test_a_changed_config_has_another_name():
         ({"precision": "int4"}, "precision='int4'; choose from fp32"),
         ({"steps": 0}, "steps=0 must be at least 1"),
         ({"filters": 0}, "filters=0 must be at least 1"),
+        ({"layers": 10**8}, "layers=100000000 must be at most 10000"),
         ({"mlp_dim": 0}, "mlp_dim=0 must be at least 1"),
         ({"bias_threshold": math.nan}, "bias_threshold=nan must be from 0"),
         ({"steps": 3, "epochs": 4}, "epochs=4 and steps=3"),

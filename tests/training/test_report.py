@@ -331,6 +331,11 @@ def test_a_file_of_records(runs):
 
 
 def test_bad_input(tmp_path, runs):
+    with pytest.raises(ValueError, match="there are no runs to report"):
+        write_report([], tmp_path / "report")
+    with pytest.raises(ValueError, match="there is no folder nothing"):
+        write_report("nothing", tmp_path / "report")
+    assert not (tmp_path / "report").exists()
     with pytest.raises(ValueError, match="there is no folder"):
         collect([tmp_path / "none"])
     with pytest.raises(ValueError, match=r"has no runs and no results.jsonl"):

@@ -238,7 +238,12 @@ def test_a_folder_of_something_else(small, tmp_path):
     (tmp_path / "photo.jpg").write_text("")
     with pytest.raises(ValueError, match="has files but no run"):
         train(small(steps=2), tmp_path, cpu=True)
-    assert [p.name for p in tmp_path.iterdir() if p.name != "lock"] == ["photo.jpg"]
+    assert [p.name for p in tmp_path.iterdir()] == ["photo.jpg"]
+
+
+def test_a_word_is_no_config(tmp_path):
+    with pytest.raises(TypeError, match=r"config must be a RunConfig, .* got 'digits'"):
+        train("digits", tmp_path / "run")
 
 
 def test_the_random_numbers_of_the_caller_stay_theirs(small, tmp_path):
@@ -441,8 +446,7 @@ def test_the_revision_is_of_a_clone_of_the_source_alone(tmp_path, monkeypatch):
         (
             {"batch_size": 8, "accumulate": 4, "head_norm": True},
             2,
-            "batch_size=8 leaves one for each of 2 processes times accumulate=4; it must be at "
-            "least 16",
+            "batch_size=8 leaves one for each of 2 processes times accumulate=4; use at least 16",
         ),
     ],
 )
