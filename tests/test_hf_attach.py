@@ -501,7 +501,7 @@ def test_mistakes_get_one_sentence():
         causal(torch.randint(30, (1, 21)), cu_seq_lens_q=torch.tensor([0, 11, 21]))
     windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
     with pytest.raises(
-        ValueError, match=r"window of this model, 4 tokens, .* max_length=5; use max_le"
+        ValueError, match=r"window of this model, 4 tokens, .* max_length=5; use max"
     ):
         attach(make("qwen2", **windows), 5)
     attach(make("qwen2", **windows), 4)

@@ -222,7 +222,7 @@ def test_rows_that_are_not_there():
         with pytest.raises(ValueError, match=words):
             bias(v, rows=rows)
     for place in (-1, 10, 25):
-        with pytest.raises((IndexError, RuntimeError), match="out of (DATA bounds|range)"):
+        with pytest.raises((IndexError, RuntimeError), match=r"out of (DATA bounds|range)"):
             bias(v, rows=(torch.tensor(place), 1))
     with pytest.raises(TypeError, match="the first of rows must be a whole number"):
         bias(v, rows=(0.0, 1))
