@@ -109,7 +109,7 @@ def test_a_layer_runs(position):
 
 def test_tables_and_unknown_names():
     assert table([{"a": 1, "b": 2.0}]) == "| a | b |\n| --- | --- |\n| 1 | 2.00 |"
-    with pytest.raises(ValueError, match="unknown benchmark 'modle'; did you mean model"):
+    with pytest.raises(ValueError, match="unknown benchmark='modle'; did you mean model"):
         bench("modle")
 
 

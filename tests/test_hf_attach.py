@@ -15,7 +15,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fastrpb import FastRPB, FastRPB2d, init
 from fastrpb.hf import SUPPORTED, attach, biases, detach, load, save
-from fastrpb.hf.adapter import IMAGE_PREFIX, _before
+from fastrpb.hf.adapter import IMAGE_PREFIX
+from fastrpb.hf.masks import keys_before
 
 N, HEADS, LAYERS = 40, 4, 2
 SIZES = {
@@ -186,8 +187,8 @@ def test_queries_that_are_padding_may_see_everything():
     """As some versions have it; the other queries tell where they stand."""
     mask = torch.zeros(1, 1, 3, 8, dtype=torch.bool)  # two tokens before, three slots empty
     mask[0, 0, 0, :3] = mask[0, 0, 2, [0, 1, 2, 4]] = mask[0, 0, 1] = True
-    assert _before(mask) == 2
-    assert _before(mask.float().log()) == 2  # as numbers to add to the logits
+    assert keys_before(mask) == 2
+    assert keys_before(mask.float().log()) == 2  # as numbers to add to the logits
 
 
 @causals

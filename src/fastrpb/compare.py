@@ -23,7 +23,8 @@ from fastrpb.parts import load_data
 from fastrpb.presets import COLUMNS, ROWS, best, name_of, preset, row, with_row
 from fastrpb.processes import fresh_processes, keep_freed_memory, start
 from fastrpb.progress import Progress
-from fastrpb.run import BusyError, Run, read_records, refuse_runs_in, same_config
+from fastrpb.records import read_records, same_config
+from fastrpb.run import BusyError, Run, refuse_runs_in
 from fastrpb.train import Interruption, train
 
 _LOOK_AGAIN = 1.0  # seconds between looks at the runs of other processes

@@ -31,7 +31,8 @@ from fastrpb.config import changes, completed, flat
 from fastrpb.evaluate import load_run
 from fastrpb.files import replacing, shipped_or
 from fastrpb.presets import CELL, COLUMNS, ROWS, row
-from fastrpb.run import Run, read_records, same_config
+from fastrpb.records import read_records, same_config
+from fastrpb.run import Run
 from fastrpb.tables import Table, as_html, as_latex, as_markdown, tables_of
 
 _T = TypeVar("_T")

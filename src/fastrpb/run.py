@@ -11,26 +11,20 @@ runs/
 """
 
 import json
-import os
-import platform
-import resource
 import shlex
-import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
-from fastrpb import __version__
-from fastrpb.config import RunConfig, completed, differences, from_json, load_config, to_json
+from fastrpb.config import RunConfig, differences, from_json, load_config, to_json
 from fastrpb.files import SHIPPED, read_tensors, replacing, shipped, write_tensors
 from fastrpb.model import load_model
-from fastrpb.presets import CELL
+from fastrpb.records import append_result, is_point, is_record, json_object, read_lines
 
 KEPT = 2  # checkpoints
 
@@ -146,7 +140,7 @@ class Run:
         if not self.result_file.exists():
             return None
         record = json_object(self.result_file.read_text(errors="replace"))
-        if record is None or not _is_record(record):
+        if record is None or not is_record(record):
             raise ValueError(
                 f"{self.result_file} is damaged; its record may be in {self.results_file}; "
                 "remove the run to train it again"
@@ -215,7 +209,7 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The points of the curves; what is none is left out."""
-        return [line for line in read_lines(self.metrics_file) if _is_point(line)]
+        return [line for line in read_lines(self.metrics_file) if is_point(line)]
 
     def rewind(self, step: int, validated: int) -> None:
         """Forget what was logged after a step, or of validation after that of another one.
@@ -234,126 +228,9 @@ class BusyError(ValueError):
     """Another process has the run."""
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file; a last line that was cut short is left out."""
-    if not path.exists():
-        return
-    try:
-        lines = path.read_text().splitlines()
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is no file of records: it is not text") from None
-    values = [json_object(line) for line in lines]
-    if len(lines) > 1 and all(value is None for value in values):
-        raise ValueError(f"{path} is no file of records such as results.jsonl")
-    for number, value in enumerate(values, 1):
-        if value is not None:
-            yield value
-        elif number < len(lines):
-            raise ValueError(f"{path}: line {number} is damaged; remove it")
-
-
-def json_object(line: str | bytes) -> dict[str, Any] | None:
-    """What a line of JSON holds; None where that is not an object."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def refuse_runs_in(folder: Path) -> None:
     """Refuse a run's folder as that of others: whoever looks at the outer one does not see them."""
     run = Run(folder)
     config = json_object(run.config_file.read_text(errors="replace")) if run.exists() else {}
     if config is None or "task" in config:  # damaged, or a run's; others have such files, too
         raise ValueError(f"{folder} is a run itself; choose another folder by --out")
-
-
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of finished runs in a file such as results.jsonl."""
-    for number, record in enumerate(read_lines(path), 1):
-        if not _is_record(record):
-            raise ValueError(f"{path}: line {number} is no record of a run; remove it")
-        yield record
-
-
-def _is_record(x: dict[str, Any]) -> bool:
-    try:
-        test, model = x["metrics"]["test"], x["config"]["model"]
-        numbers = test["accuracy"], test["f1"], x["seconds"], x["peak_memory_bytes"]
-        numbers += x["steps"], x["tokens_per_second"]
-        words = x["name"], x["config"]["task"], *(model[name] for name in CELL), x["device"]
-        words += x["versions"]["fastrpb"], x["versions"]["torch"], x["revision"] or ""
-        whole = all(isinstance(word, str) for word in words) and _are_numbers(numbers)
-        return whole and Path(x["name"]).name == x["name"] not in ("", "..")  # it names files
-    except (KeyError, TypeError):
-        return False
-
-
-def _is_point(x: dict[str, Any]) -> bool:
-    values = x.get("validation", x)
-    whole = isinstance(x.get("step"), int) and isinstance(values, dict) and "accuracy" in values
-    return whole and _are_numbers(values.values())
-
-
-def _are_numbers(values: Iterable[object]) -> bool:
-    # Not by isfinite, which refuses whole numbers too large for a float.
-    return all(isinstance(x, int | float) and -1e300 < x < 1e300 for x in values)
-
-
-def same_config(config: Any) -> str:
-    """A text that two configs share if they are equal, whenever and however they were written."""
-    whole = isinstance(config, dict) and isinstance(config.get("model"), dict)
-    return json.dumps(completed(config) if whole else config, sort_keys=True)
-
-
-def append_result(path: Path, record: dict[str, Any]) -> None:
-    """Add a line, in place of one of the same run; several processes may do so at once."""
-
-    def key(line: dict[str, Any]) -> tuple[str, str]:
-        return line.get("name", ""), same_config(line.get("config", {}))
-
-    def same(line: dict[str, Any]) -> bool:
-        """Older lines do not say what data they are of."""
-        return key(line) == key(record) and line.get("data") in (None, record.get("data"))
-
-    with FileLock(f"{path}.lock"):
-        others = [line for line in read_lines(path) if not same(line)]
-        with replacing(path) as part:
-            part.write_text("".join(json.dumps(line) + "\n" for line in [*others, record]))
-
-
-def provenance(device: torch.device) -> dict[str, Any]:
-    """What a record was computed on and with."""
-    cuda = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if cuda else device.type,
-        "cores": os.cpu_count(),
-        "versions": {
-            "fastrpb": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "revision": _revision(),
-    }
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes at the peak: of the allocator on CUDA, of the whole process on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if platform.system() == "Darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _revision() -> str | None:
-    """The commit of the source that runs, with "+" where it was changed; None outside a clone."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    ours = [*git, "ls-files", "--error-unmatch", Path(__file__).name]  # not of a clone around us
-    describe = [*git, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-    try:
-        subprocess.run(ours, capture_output=True, check=True)
-        done = subprocess.run(describe, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()

@@ -21,7 +21,8 @@ from fastrpb.evaluate import Metrics
 from fastrpb.files import replacing
 from fastrpb.parts import load_data
 from fastrpb.progress import Progress
-from fastrpb.run import Run, json_object, refuse_runs_in
+from fastrpb.records import json_object
+from fastrpb.run import Run, refuse_runs_in
 from fastrpb.train import DivergedError, train
 
 _FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)

@@ -42,7 +42,9 @@ from fastrpb.parts import (
 from fastrpb.presets import name_of
 from fastrpb.processes import caught_signals
 from fastrpb.progress import Progress, State, Window
-from fastrpb.run import Run, peak_memory, provenance, read_lines
+from fastrpb.provenance import peak_memory, provenance
+from fastrpb.records import read_lines
+from fastrpb.run import Run
 from fastrpb.step import Stepper
 
 _T = TypeVar("_T")

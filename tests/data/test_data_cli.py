@@ -156,7 +156,7 @@ def test_listops_are_generated_and_shown(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["mnits"], "unknown task 'mnits'; did you mean mnist?"),
+        (["mnits"], "unknown task='mnits'; did you mean mnist?"),
         (["text", "--data-dir", "nowhere"], "text: there is no folder nowhere; "),
         (["text", "--out", "x"], "--out generates listops only; text is read, see --data-dir"),
         (["listops", "--out", "x", "--data-dir", "y"], "give one of the two"),

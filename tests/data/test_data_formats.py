@@ -247,7 +247,7 @@ def test_the_facts_of_all_tasks_agree():
 
 
 def test_unknown_task_suggests_the_nearest():
-    with pytest.raises(DataError, match="unknown task 'mnits'; did you mean mnist"):
+    with pytest.raises(DataError, match="unknown task='mnits'; did you mean mnist"):
         load("mnits")
     with pytest.raises(DataError, match="choose from digits, mnist, cifar10"):
         load("xyz")

@@ -14,8 +14,9 @@ from apart import APART  # noqa: F401, its processes start the grid's too
 from fastrpb.compare import _places, _train_apart, compare, finished, grid, left_out
 from fastrpb.data import DataError
 from fastrpb.presets import name_of
+from fastrpb.records import append_result, read_lines
 from fastrpb.report import collect
-from fastrpb.run import BusyError, Run, append_result, read_lines
+from fastrpb.run import BusyError, Run
 from fastrpb.tables import cells, on_test
 from fastrpb.train import train
 from runs import record_of

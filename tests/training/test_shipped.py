@@ -15,7 +15,8 @@ from fastrpb.figures import biases, weights_of
 from fastrpb.files import SHIPPED, shipped_or
 from fastrpb.model import Classifier
 from fastrpb.presets import BEST, COLUMNS, ROWS, best, preset
-from fastrpb.run import Run, same_config
+from fastrpb.records import same_config
+from fastrpb.run import Run
 from fastrpb.tables import cells, on_test
 
 ROOT = Path(__file__).parents[2]

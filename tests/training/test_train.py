@@ -11,14 +11,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch._dynamo.utils import counters
 from torch._inductor.exc import InductorError
 
-from fastrpb import load_model
-from fastrpb import run as run_module
+from fastrpb import load_model, provenance
 from fastrpb.config import override, to_json
 from fastrpb.data import Batch, Batches, load
 from fastrpb.evaluate import Metrics, _scores, evaluate_run, load_run, predict
 from fastrpb.parts import build, classify, seed_from, to_device
 from fastrpb.presets import preset
-from fastrpb.run import Run, _revision
+from fastrpb.provenance import _revision
+from fastrpb.run import Run
 from fastrpb.step import _compile
 from fastrpb.train import Interruption, train
 from runs import PAIRS_OF_PAPERS, stop_at, weights
@@ -412,7 +412,7 @@ def test_accumulation_is_that_of_the_config(small, tmp_path, monkeypatch):
 
 def test_the_revision_is_that_of_the_beginning(small, tmp_path, monkeypatch):
     def commit(progress):
-        monkeypatch.setattr("fastrpb.run._revision", lambda: "later")
+        monkeypatch.setattr("fastrpb.provenance._revision", lambda: "later")
 
     assert (
         train(small(steps=2), tmp_path / "run", cpu=True, on_progress=commit)["revision"] != "later"
@@ -427,7 +427,7 @@ def test_the_revision_is_of_a_clone_of_the_source_alone(tmp_path, monkeypatch):
 
     source = tmp_path / "run.py"
     source.write_text("1")
-    monkeypatch.setattr(run_module, "__file__", str(source))
+    monkeypatch.setattr(provenance, "__file__", str(source))
     assert _revision() is None
     git("init")
     git("commit", "--allow-empty", "-m", "of something else")

@@ -18,7 +18,8 @@ from fastrpb import cli
 from fastrpb.__main__ import main
 from fastrpb.config import load_config, override
 from fastrpb.presets import best
-from fastrpb.run import Run, read_lines
+from fastrpb.records import read_lines
+from fastrpb.run import Run
 from fastrpb.train import Interruption
 
 SMALL = (
@@ -102,9 +103,9 @@ def test_the_numbers_of_each_split_and_another_task_to_resume(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train"], "give one of TASK, --config FILE and, to go on with a run, --resume RUN"),
+        (["train"], "give one of TASK, --config FILE and, to continue a run, --resume RUN"),
         (["train", "digits", "--config", "x"], "give one of TASK"),
-        (["train", "digts"], "unknown task 'digts'; did you mean digits?"),
+        (["train", "digts"], "unknown task='digts'; did you mean digits?"),
         (["train", "digits", "--postion", "none"], "--position"),
         (["train", "digits", "--features", "sikv"], "'sikv' is not one of 'sikf'"),
         (
@@ -120,8 +121,8 @@ def test_the_numbers_of_each_split_and_another_task_to_resume(run):
         (["train", "--config", "none.json"], "cannot read the config none.json"),
         (["train", "--resume", "mnist"], "mnist comes with the package; train your own: --config"),
         (["train", "--resume", "nowhere"], "there is no folder nowhere; the package has"),
-        (["train", "digits", "--best"], "best set-up for mnist"),
-        (["train", "mnist", "--layers", "1"], "FastRPB would do nothing"),
+        (["train", "digits", "--best"], "no best set-up for 'digits', only for mnist"),
+        (["train", "mnist", "--layers", "1"], "FastRPB would change nothing"),
         (["train", "--config", "none.json", "--best"], "drop --config"),
         (["train", "--resume", "nowhere", "--best"], "drop --config, --best and --out"),
         (["train", "digits", "--tracker", "wandb"], "needs the package wandb"),
@@ -138,12 +139,12 @@ def test_the_numbers_of_each_split_and_another_task_to_resume(run):
         (["compare", "digits", "--seeds", "0;1"], "--seeds takes whole numbers"),
         (["compare", "digits", "--features", "sikf", "--position", "rpe"], "never forms"),
         (["compare", "digits", "--jobs", "0"], "'--jobs'"),
-        (["compare", "digits", "--best"], "best set-up for mnist"),
+        (["compare", "digits", "--best"], "no best set-up for 'digits', only for mnist"),
         (["report", "nowhere", "--pixel", "1"], "--pixel takes a row and a column, as 12,10"),
         (["report", "nowhere", "--pixel", "1,2,3"], "as 12,10; got '1,2,3'"),
         (["sweep", "digits", "--low", "1", "--high", "0.1"], "low=1 and high=0.1"),
         (["sweep"], "give one of TASK"),
-        (["sweep", "digits", "--best"], "best set-up for mnist"),
+        (["sweep", "digits", "--best"], "no best set-up for 'digits', only for mnist"),
     ],
 )
 def test_bad_input_is_one_sentence(run, tmp_path, arguments, message):

@@ -91,7 +91,7 @@ def load(
 
 def _module(name: str) -> ModuleType:
     if name not in TASKS:
-        raise DataError(f"unknown task {name!r}; {nearest(name, TASKS)}")
+        raise DataError(f"unknown task={name!r}; {nearest(name, TASKS)}")
     try:
         return import_module(f"fastrpb.data.{name}")
     except ModuleNotFoundError as error:

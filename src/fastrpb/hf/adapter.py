@@ -22,6 +22,7 @@ from fastrpb.bias import FastRPB
 from fastrpb.bias2d import FastRPB2d, Kind
 from fastrpb.checks import check_flag
 from fastrpb.files import read_tensors, write_tensors
+from fastrpb.hf.masks import kept_keys, keys_before, refuse_packed
 from fastrpb.init import Init
 
 TEXT = (
@@ -37,7 +38,6 @@ SUPPORTED = (*TEXT, *IMAGE_PREFIX)
 FILE = "fastrpb.safetensors"
 _NAME = "fastrpb"  # of the bias in its attention layer
 _OVERLAID = "fastrpb_overlaid"
-_HIDDEN = -1e4  # a mask that adds so little to a logit, or less, hides the key
 _ASKS = {"ALL_ATTENTION_FUNCTIONS", "get_interface"}  # names in a layer that uses the interface
 _IMPLEMENTATIONS = (
     *("eager", "sdpa"),
@@ -363,7 +363,7 @@ def _attention(
             f"biases do not support attn_implementation={implementation!r}; use one of "
             f"{', '.join(_IMPLEMENTATIONS)}"
         )
-    _check_not_packed(implementation, query, attention_mask, settings)
+    refuse_packed(implementation, query, attention_mask, settings)
     output, weights = function(layer, query, key, value, attention_mask, **settings)
     groups = query.shape[1] // value.shape[1]
     if groups > 1:  # even a repetition by one would be a copy
@@ -373,30 +373,6 @@ def _attention(
         value = value[:, :, : query.shape[2]]  # the slots of a static cache that are empty yet
     y = _term(bias, value, query.shape[2], attention_mask)
     return output + y.transpose(1, 2).to(output.dtype), weights
-
-
-def _check_not_packed(
-    implementation: str, query: Tensor, attention_mask: Tensor | None, settings: dict
-) -> None:
-    """A row must not hold several sequences.
-
-    Flash kernels see that by the positions of a batch of one; the masks of the others show it.
-    """
-    sentence = "biases do not go with sequences packed into one row; pad them instead"
-    if settings.get("cu_seq_lens_q") is not None or settings.get("cache") is not None:
-        raise ValueError(sentence)
-    positions = settings.get("position_ids")
-    flash = attention_mask is None and implementation.startswith("flash")
-    if flash and positions is not None and len(query) == 1 < query.shape[2]:
-        _require((positions.diff() == 1).all(), sentence)
-
-
-def _require(condition: Tensor, sentence: str) -> None:
-    """Raise where it does not hold; in a compiled program, when that runs: on a GPU it ends it."""
-    if torch.compiler.is_compiling():
-        torch._assert_async(condition, sentence)  # pyright: ignore[reportPrivateImportUsage]
-    elif not condition:
-        raise ValueError(sentence)
 
 
 def _term(
@@ -409,67 +385,18 @@ def _term(
             f"{n} tokens, those of the cache and its empty places included, exceed the "
             f"max_length={bias.max_length} of the biases; attach them with a larger one"
         )
-    keep = None if attention_mask is None else _keep(attention_mask, bias).expand(v.shape[0], n)
+    keep = (
+        None
+        if attention_mask is None
+        else kept_keys(attention_mask, _causal(bias)).expand(v.shape[0], n)
+    )
     if queries == n or isinstance(bias, FastRPB2d):
         return bias(v, keep)
     before = n - queries
     if _causal(bias) and attention_mask is not None and attention_mask.dim() == 4:
-        before = _before(attention_mask)
+        before = keys_before(attention_mask)
     return bias(v, keep, rows=(before, queries))
 
 
 def _causal(bias: FastRPB | FastRPB2d) -> bool:
     return isinstance(bias, FastRPB) and bias.causal
-
-
-def _keep(mask: Tensor, bias: FastRPB | FastRPB2d) -> Tensor:
-    """Which keys are no padding, (batch, N), of a mask (batch, N) or (batch, 1, M, N).
-
-    The last query sees all of them. One mask goes to all layers: it is checked once.
-    """
-    if mask.dim() == 2:
-        return mask.bool()
-    last = mask[:, 0, -1]
-    keep = last if last.dtype == torch.bool else last == 0
-    causal = _causal(bias)
-    if torch.compiler.is_compiling() or mask.is_inference():
-        _check_visible(mask, keep, causal)
-        return keep
-    if getattr(mask, "_fastrpb_checked", None) != (mask._version, causal):  # or filled anew
-        _check_visible(mask, keep, causal)
-        mask._fastrpb_checked = mask._version, causal  # pyright: ignore[reportAttributeAccessIssue]
-    return keep
-
-
-def _check_visible(mask: Tensor, keep: Tensor, causal: bool) -> None:
-    is_bool = mask.dtype == torch.bool
-    visible, hidden = (mask, ~mask) if is_bool else (mask == 0, mask <= _HIDDEN)
-    expected = keep[:, None, None]
-    if causal:
-        queries, n = mask.shape[-2:]
-        order = torch.arange(n, device=mask.device)
-        expected = expected & (order <= order[:queries, None] + _before(mask))
-    # Some versions let queries that are padding see everything, since NaN comes of nothing.
-    padding = ~expected.any(-1) & visible.all(-1)
-    _require(
-        (((visible == expected).all(-1) | padding) & (visible | hidden).all(-1)).all(),
-        "biases support padding and causal masks only, but this attention mask hides other keys "
-        "too, or weighs them (packed sequences, a sliding window or a mask of your own)",
-    )
-
-
-def _before(mask: Tensor) -> int | Tensor:
-    """How many keys stand before the first query, of a mask (batch, 1, M, N).
-
-    The last key that a query sees is at its own place, if that is no padding. A static cache has
-    empty slots after the last query.
-    """
-    queries, n = mask.shape[-2:]
-    if queries == n:
-        return 0
-    visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
-    order = torch.arange(n, device=mask.device)
-    before = (visible * order).amax(-1) - order[:queries]
-    # Some versions let queries that are padding see everything.
-    padding = visible.all(-1) & (order[:queries] < queries - 1)
-    return before.masked_fill(padding, 0).amax().clamp(min=0)
