@@ -385,11 +385,9 @@ def _term(
             f"{n} tokens, those of the cache and its empty places included, exceed the "
             f"max_length={bias.max_length} of the biases; attach them with a larger one"
         )
-    keep = (
-        None
-        if attention_mask is None
-        else kept_keys(attention_mask, _causal(bias)).expand(v.shape[0], n)
-    )
+    keep = None
+    if attention_mask is not None:
+        keep = kept_keys(attention_mask, _causal(bias)).expand(v.shape[0], n)
     if queries == n or isinstance(bias, FastRPB2d):
         return bias(v, keep)
     before = n - queries
