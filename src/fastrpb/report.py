@@ -84,16 +84,6 @@ def write_report(
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     groups = set_ups(entries)
-    curves = {}
-    for title, group in groups.items():
-        lines = [
-            (_cell_name(e.config), _unless_damaged(e.run.metrics, [], on_damaged))
-            for e in group
-            if e.run
-        ]
-        if any(points for _, points in lines):
-            name = re.sub(r"\W+", "-", f"curves-{title}")
-            curves[name] = partial(figures.curves_figure, lines)
     weights = [
         (e, _unless_damaged(partial(_weights, e.run), [], on_damaged)) for e in entries if e.run
     ]
@@ -104,18 +94,15 @@ def write_report(
     records = [entry.record for entry in entries if entry.record]
     finished = {t: [e.record for e in group if e.record] for t, group in groups.items()}
     tables = {title: tables_of(group) for title, group in finished.items() if group}
-    accuracy = {title: group[0].cells for title, group in tables.items()}
-    compared = {title: of for title, of in accuracy.items() if len({c for _, c in of}) > 1}
-    gains = {"gains": partial(figures.gains_figure, compared)} if compared else {}
     notes = _notes(groups)
     _write(out / "tables.md", _document(tables, notes, MARKDOWN))
     _write(out / "tables.tex", _document(tables, notes, LATEX))
     page = Template(files("fastrpb").joinpath("report.html").read_text()).substitute(
-        title=html.escape("fastrpb: " + (", ".join(groups) or "runs")),
+        title=html.escape(f"fastrpb: {', '.join(groups)}"),
         facts=html.escape(_facts(records)),
         tables=_document(tables, notes, HTML),
-        gains=_section("What positions add", gains, out),
-        curves=_section("Training", curves, out),
+        gains=_section("What positions add", _gains(tables), out),
+        curves=_section("Training", _curves(groups, on_damaged), out),
         scaling=_section("Time and memory", scaling, out),
         runs=_runs(entries),
         data=_data(shown, pixel or _PIXEL),
@@ -262,6 +249,30 @@ def _notes(groups: dict[str, list[Entry]]) -> dict[str, str]:
         changed = ", ".join(changes(old, new))
         notes[title] = f" Unlike {task}: {changed}." if changed else ""
     return notes
+
+
+def _gains(tables: dict[str, list[Table]]) -> dict[str, Callable[[], Figure]]:
+    """A figure of the set-ups that have several positions, if any does."""
+    accuracy = {title: group[0].cells for title, group in tables.items()}
+    compared = {title: of for title, of in accuracy.items() if len({c for _, c in of}) > 1}
+    return {"gains": partial(figures.gains_figure, compared)} if compared else {}
+
+
+def _curves(
+    groups: dict[str, list[Entry]], on_damaged: Callable[[ValueError], None]
+) -> dict[str, Callable[[], Figure]]:
+    """A figure for each set-up whose runs are there."""
+    drawn = {}
+    for title, group in groups.items():
+        lines = [
+            (_cell_name(e.config), _unless_damaged(e.run.metrics, [], on_damaged))
+            for e in group
+            if e.run
+        ]
+        if any(points for _, points in lines):
+            name = re.sub(r"\W+", "-", f"curves-{title}")
+            drawn[name] = partial(figures.curves_figure, lines)
+    return drawn
 
 
 def _digest(entry: Entry) -> str | None:
