@@ -466,6 +466,13 @@ def test_push_to_hub(tmp_path, monkeypatch):
     )
 
 
+def test_a_saved_config_may_hold_what_is_none_of_its_settings(tmp_path):
+    saved = config()
+    saved.max_len = 100
+    saved.save_pretrained(tmp_path)
+    assert FastRPBConfig.from_pretrained(tmp_path).max_len == 100
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
@@ -499,6 +506,8 @@ def test_push_to_hub(tmp_path, monkeypatch):
             ValueError,
             "no setting 'postion'; did you mean position",
         ),
+        (lambda: FastRPBConfig(layerss=2), ValueError, "did you mean layers"),
+        (lambda: FastRPBConfig(max_len=9), ValueError, "did you mean max_position_embeddings="),
         (
             lambda: FastRPBModel(config())(tokens(), torch.ones(3, 19)),
             ValueError,

@@ -224,6 +224,12 @@ def test_rows_that_are_not_there():
     for place in (-1, 10, 25):
         with pytest.raises((IndexError, RuntimeError), match=r"out of (DATA bounds|range)"):
             bias(v, rows=(torch.tensor(place), 1))
+    torch.compiler.reset()
+    compiled = torch.compile(lambda place: bias(v, rows=(place, 1)), fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(torch.tensor(7)), bias(v)[:, 7:8])
+        with pytest.raises((IndexError, RuntimeError), match=r"out of (DATA bounds|range)|bounds"):
+            compiled(torch.tensor(12))
     with pytest.raises(TypeError, match="the first of rows must be a whole number"):
         bias(v, rows=(0.0, 1))
     with pytest.raises(ValueError, match="rows= is for a bias without a prefix"):

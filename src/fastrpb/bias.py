@@ -184,7 +184,9 @@ class FastRPB(Bias):
                 raise ValueError(f"rows=({first}, {count}) are not among the {n} tokens of v")
         places = torch.arange(n - count, 2 * n - 1, device=v.device) - first
         impl = "dense" if count == 1 else "auto"  # of one token, the matrix is one row
-        weights = self.weights(n).index_select(1, places)  # which refuses what is not there
+        # index_select refuses what is not there; compiled, it takes negative places for others.
+        places = places.masked_fill(places < 0, 2 * n - 1)
+        weights = self.weights(n).index_select(1, places)
         return toeplitz_matmul(weights, kept(v, mask), out_length=count, impl=impl)
 
     def _go_on(self, v: Tensor, state: "BiasState") -> Tensor:

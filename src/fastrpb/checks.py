@@ -31,7 +31,7 @@ def check_values(name: str, x: Tensor) -> None:
 
 def check_size(name: str, size: object, least: int = 1) -> None:
     if isinstance(size, bool) or not isinstance(size, int | torch.SymInt):
-        raise TypeError(f"{name} must be a whole number, got {size!r}")
+        raise TypeError(f"{name} must be a whole number (int), got {size!r}")
     if size < least:
         raise ValueError(f"{name}={size} must be at least {least}")
 
@@ -43,7 +43,7 @@ def check_flag(name: str, value: object) -> None:
 
 def check_number(name: str, x: object) -> None:
     if isinstance(x, bool) or not isinstance(x, int | float):
-        raise TypeError(f"{name} must be a number, got {x!r}")
+        raise TypeError(f"{name} must be a number (int or float), got {x!r}")
 
 
 def check_scales(name: str, scales: object) -> None:

@@ -457,16 +457,16 @@ def export(
     ],
     out: Annotated[Path, typer.Argument(help="The ONNX file to write, NAME.onnx.")],
 ) -> None:
-    """Write a trained model as an ONNX file, for any batch and length up to its own.
+    """Write a trained model as an ONNX file, for any batch, and any length up to the model's.
 
     Example: `fastrpb export runs/text model.onnx`
     """
     from fastrpb.evaluate import load_run
     from fastrpb.onnx import export as write
 
-    is_run = not run.exists() or (run / "config.json").exists()
+    whole = run.is_file() or (run / "model.safetensors").exists()
     try:
-        print(f"written to {write(load_run(run)[1] if is_run else run, out)}")
+        print(f"written to {write(run if whole else load_run(run)[1], out)}")
     except ImportError as error:
         raise ValueError(error) from None
 

@@ -62,7 +62,7 @@ class RunConfig:
     eval_every: Annotated[int | None, "steps between validations; default: an epoch"] = None
     save_every: Annotated[int, "steps between checkpoints"] = 500
     accumulate: Annotated[int, "parts that a batch is computed in, to save memory"] = 1
-    precision: Annotated[Precision, "number format of products of matrices"] = "fp32"
+    precision: Annotated[Precision, "number format of matrix products"] = "fp32"
     compile: Annotated[bool, "use torch.compile and, on a GPU, replay recorded steps"] = False
 
     def __post_init__(self):

@@ -86,7 +86,7 @@ def fused_attention(
     plus: Tensor | None,
     causal: bool,
 ) -> Tensor:
-    """Linear attention + plus, for what `use_triton` is true of."""
+    """Linear attention + plus, of inputs that `use_triton` accepts."""
     kind = _KINDS[type(phi)]
     projection = phi.projection if isinstance(phi, FavorPlus) else None
     if isinstance(phi, DPFP):  # its features are few, and the kernel takes them as they are

@@ -87,11 +87,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             device,
             dtype,
         )
-        for part in (features, rpb):
-            if isinstance(part, nn.Module):
-                part.to(device=device, dtype=dtype)
-        self.features = features
-        self.rpb = rpb
+        # The features compute in float32 in any case, and may be those of other layers too.
+        self.features = features.to(device) if isinstance(features, nn.Module) else features
+        self.rpb = None if rpb is None else rpb.to(device=device, dtype=dtype)
         if features is not None or rpb is not None:
             # nn.TransformerEncoderLayer would read the weights and go around this module's forward,
             # but not where there are hooks.

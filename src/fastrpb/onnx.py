@@ -1,4 +1,4 @@
-"""Models as ONNX files, for any batch and length up to theirs: `pip install '.[onnx]'`.
+"""Models as ONNX files, for any batch, any length up to the model's: `pip install '.[onnx]'`.
 
 W·v stays O(N log N): the operator `fastrpb::toeplitz_fft` becomes ONNX's DFT. Causal linear
 attention sums its chunks of 64 tokens by a matrix of all chunks instead of a scan, whose steps the

@@ -80,8 +80,8 @@ class RoPE(nn.Module):
     def __init__(self, base: float = 10000.0):
         super().__init__()
         check_number("base", base)
-        if base <= 0:
-            raise ValueError(f"base={base} must be positive")
+        if not 0 < base < math.inf:
+            raise ValueError(f"base={base} must be positive and finite")
         self.base = base
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,8 @@
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -45,8 +46,8 @@ def sweep(
     """The config with the learning rate of the best validation, found by Optuna's TPE.
 
     The journal of the study is a file in the folder: workers that share the folder share the
-    study, and a stopped one goes on, its unfinished trials from their checkpoints. Those that have
-    no trial left wait for the others, and take over what these do not finish. A trial whose
+    study, and a stopped one goes on, its unfinished trials from their checkpoints. Workers with no
+    trial left wait for the others, and take over what these do not finish. A trial whose
     validation stays under the median of the others at the same step is cut short.
 
     Args:
@@ -93,7 +94,7 @@ def sweep(
         return record["metrics"]["validation"]["accuracy"]
 
     def next_trial() -> optuna.Trial | None:
-        """None where others are at all that are left."""
+        """None while other workers have all that are left."""
         with FileLock(folder / "study.lock"):
             _queue_again(study, folder)
             if len(study.get_trials(states=(*_FINISHED, TrialState.RUNNING))) >= trials:
@@ -104,7 +105,7 @@ def sweep(
             trial.suggest_float("learning_rate", low, high, log=True)
             return trial
 
-    with _alive(folder, worker) as alive:
+    with _alive(folder, worker):
         while len(study.get_trials(states=_FINISHED)) < trials:
             trial = next_trial()
             if trial is None:
@@ -114,7 +115,6 @@ def sweep(
                 pruned = told.state == TrialState.PRUNED
                 words = "cut short" if pruned else f"validation accuracy {told.value:.2%}"
                 on_trial(_run(folder, told.params["learning_rate"]).folder.name, words)
-    Path(alive.lock_file).unlink(missing_ok=True)
     return _best(study, wanted, folder)
 
 
@@ -123,17 +123,24 @@ def _tell(
 ) -> FrozenTrial:
     """What came of a trial; one that is cut off has failed, and comes again."""
     try:
-        return study.tell(trial, objective(trial))
+        value = objective(trial)
     except optuna.TrialPruned:
         return study.tell(trial, state=TrialState.PRUNED)
     except BaseException:
-        study.tell(trial, state=TrialState.FAIL)
+        with suppress(OSError):  # a full disk; that of a worker that has ended comes again, too
+            study.tell(trial, state=TrialState.FAIL)
         raise
+    return study.tell(trial, value)
 
 
-def _alive(folder: Path, worker: str) -> FileLock:
-    """Held while a worker lives, however it ends."""
-    return FileLock(folder / f"worker-{worker}.lock", timeout=0)
+@contextmanager
+def _alive(folder: Path, worker: str) -> Iterator[None]:
+    """Held while a worker lives, however it ends; Timeout where another process holds it."""
+    with FileLock(folder / f"worker-{worker}.lock", timeout=0) as lock:
+        try:
+            yield
+        finally:
+            Path(lock.lock_file).unlink(missing_ok=True)
 
 
 def _run(folder: Path, rate: float) -> Run:
@@ -227,8 +234,7 @@ def _is_dead(trial: FrozenTrial, folder: Path) -> bool:
         began = trial.datetime_start or datetime.min
         return datetime.now() - began > _JUST_BEGUN
     try:
-        with _alive(folder, trial.user_attrs["worker"]) as alive:
-            Path(alive.lock_file).unlink(missing_ok=True)
+        with _alive(folder, trial.user_attrs["worker"]):
             return True
     except Timeout:
         return False

@@ -119,10 +119,10 @@ def train(
         with ExitStack() as held:
             _first_alone(accelerator, run.refuse_others)  # before it leaves a lock there
             _first_alone(accelerator, lambda: held.enter_context(run.locked()))
-            finished = _first_alone(accelerator, lambda: _begin(run, config, trainer.digest))
-            if finished is not None:
-                return finished
             try:
+                finished = _first_alone(accelerator, lambda: _begin(run, config, trainer.digest))
+                if finished is not None:
+                    return finished
                 with caught_signals() as trainer.signals:
                     return trainer.fit()
             finally:
@@ -372,7 +372,7 @@ class _Trainer:
                 ) from error
             state = "nothing is saved" if self.saved is None else f"step {self.saved} is safe"
             if isinstance(error, ValueError):  # it says what to mend
-                raise ValueError(f"{error}; {state}: then resume") from None
+                raise ValueError(f"{error}, then resume; {state}") from None
             reason = " ".join(reason_of(error).split())
             if getattr(error, "filename", None) is None:
                 reason = f"{self.run.folder}: {reason}"

@@ -121,7 +121,7 @@ def test_a_changed_config_has_another_name():
         ({"learning_rate": -1.0}, "learning_rate=-1.0 must be from 0"),
         ({"learning_rate": math.nan}, "learning_rate=nan"),
         ({"beta2": 1.0}, "beta2=1.0 must be from 0 to below 1"),
-        ({"clip": "1"}, "clip must be a number, got '1'"),
+        ({"clip": "1"}, "clip must be a number"),
         ({"clip": 10**400}, "must be from 0 to below 1e"),
         ({"clip": 0}, "clip=0 leaves nothing of the gradients"),
         ({"eps": 0}, "eps=0 leaves nothing of the gradients"),
@@ -141,7 +141,7 @@ def test_impossible_values(values, message):
 
 
 def test_a_truth_is_no_number():
-    with pytest.raises(TypeError, match="learning_rate must be a number, got True"):
+    with pytest.raises(TypeError, match=r"learning_rate must be a number .* got True"):
         override(preset("digits"), {"learning_rate": True})
 
 

@@ -301,7 +301,7 @@ def test_results_that_are_damaged_are_told_before_a_run_and_at_its_end(small, tm
         results.write_text('{"a": 1}\n"a"\n{"b": 1}\n')
 
     with pytest.raises(
-        ValueError, match=r"results.jsonl: line 2 is damaged; remove it; step 20 is safe: then res"
+        ValueError, match=r"results.jsonl: line 2 is damaged; remove it, then resume; step 20 is s"
     ):
         train(config, folder, cpu=True, on_progress=spoil)
     with pytest.raises(ValueError, match=r"results.jsonl: line 2 is damaged; remove it$"):

@@ -200,6 +200,20 @@ def hang(config, folder):
     sweep(config, folder, trials=1, cpu=True, on_progress=lambda n, p: time.sleep(1000))
 
 
+def test_why_a_trial_was_cut_off_is_told_though_the_disk_is_full(small, tmp_path, monkeypatch):
+    def refuse(error):
+        def refusing(*_, **__):
+            raise error
+
+        return refusing
+
+    monkeypatch.setattr("fastrpb.sweep.train", refuse(ValueError("cannot write")))
+    monkeypatch.setattr("optuna.Study.tell", refuse(OSError("No space left on device")))
+    with pytest.raises(ValueError, match="cannot write"):
+        sweep(small(), tmp_path, trials=1, cpu=True)
+    assert not list(tmp_path.glob("worker-*"))
+
+
 def test_a_study_has_one_range(small, tmp_path):
     config = small(steps=2)
     sweep(config, tmp_path, trials=1, low=1e-4, high=1e-3, cpu=True)

@@ -86,12 +86,19 @@ class FastRPBConfig(PreTrainedConfig):
         for name, field in _FIELDS.items():
             setattr(self, name, settings.pop(name, field.default))
         settings.setdefault("tie_word_embeddings", True)
-        for name in settings:  # Transformers keeps what it does not know
-            near = get_close_matches(name, [*_FIELDS, *_ELSEWHERE], n=1, cutoff=0.8)
-            if near and not hasattr(PreTrainedConfig(), name):
-                raise ValueError(f"FastRPBConfig has no setting {name!r}; did you mean {near[0]}?")
+        if "transformers_version" not in settings:  # else it was saved, with whatever it held
+            self._refuse_misspelt(settings)
         super().__init__(**settings)
         self.model_config  # noqa: B018  (raises here for what cannot be)
+
+    def _refuse_misspelt(self, settings: dict) -> None:
+        """Transformers keeps what it does not know, and the default would count."""
+        known = [*_FIELDS, *self.attribute_map, *_ELSEWHERE]
+        for name in settings:
+            near = get_close_matches(name, known, n=1, cutoff=0.8)
+            if near and not hasattr(PreTrainedConfig(), name):
+                meant = _ELSEWHERE.get(near[0], near[0])
+                raise ValueError(f"FastRPBConfig has no setting {name!r}; did you mean {meant}?")
 
     @property
     def model_config(self) -> ModelConfig:
