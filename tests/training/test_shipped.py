@@ -231,17 +231,22 @@ def of_first_weights(name):
 def test_what_the_first_weights_do_is_of_the_records():
     for name, by_position in of_first_weights("text-inits.jsonl").items():
         (of_seeds,) = by_position.values()
-        shown = [f"{accuracy:.2f}" for accuracy in of_seeds]
-        assert row(name, ", ".join(shown)) in PAPER
-        assert shown[0] in README
+        assert row(name, ", ".join(map("{:.2f}".format, of_seeds))) in PAPER
+        assert f"{of_seeds[0]:.2f}" in README
+    of_mnist = {
+        name: [f"{accuracy:.2f}" for of_seeds in by_position.values() for accuracy in of_seeds]
+        for name, by_position in of_first_weights("mnist-inits.jsonl").items()
+    }
     of_digits = {
         name: [f"{mean(x):.2f} ± {stdev(x):.2f}" for x in by_position.values()]
         for name, by_position in of_first_weights("digits-inits.jsonl").items()
     }
-    none = of_digits.pop("no bias")
-    assert row(*none, *of_digits["local noise"]) in README
-    for name, shown in of_digits.items():
-        assert row(name, *shown) in PAPER
+    for name, of_seeds in of_mnist.items():
+        assert f"| {name} | {', '.join(of_seeds)} | {' | '.join(of_digits[name])} |" in PAPER
+    firsts = sorted(of_mnist[name][0] for name in FIRST.values())
+    shown = f"has {of_mnist['no bias'][0]} without positions, {firsts[0]} to {firsts[-1]} with"
+    assert shown in README
+    assert row(*of_digits["no bias"], *of_digits["local noise"]) in README
 
 
 def test_the_levers_of_mnist_are_those_of_the_records():
