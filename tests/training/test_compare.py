@@ -160,6 +160,13 @@ def test_a_run_that_was_trained_again_replaces_its_line(tmp_path):
     assert [line["seconds"] for line in read_lines(tmp_path / "results.jsonl")] == [2]
 
 
+def test_a_number_beyond_floats_is_no_point_of_a_curve(tmp_path):
+    run = Run(tmp_path / "run")
+    run.folder.mkdir()
+    run.metrics_file.write_text(f'{{"step": 1, "accuracy": 0.5, "loss": 1{"0" * 400}}}\n')
+    assert run.metrics() == []
+
+
 def test_a_damaged_line_is_named(tmp_path):
     (tmp_path / "results.jsonl").write_text('{"config": 1}\n{"a"\n{"config": 2}\n')
     with pytest.raises(ValueError, match=r"results.jsonl: line 2 is damaged"):

@@ -447,6 +447,16 @@ def test_compare_prints_skips_and_appends(run, tmp_path):
     assert len(list(read_lines(tmp_path / "runs" / "results.jsonl"))) == 6
 
 
+def test_what_is_exported(run, monkeypatch):
+    """A file of weights as it is; else what a run has come to, finished or not."""
+    monkeypatch.setattr("fastrpb.evaluate.load_run", lambda folder: ({}, f"newest of {folder}"))
+    monkeypatch.setattr("fastrpb.onnx.export", lambda model, out: f"{out} from {model}")
+    Path("run").mkdir()
+    assert run("export", "run", "x.onnx")[1] == "written to x.onnx from newest of run\n"
+    Path("run/model.safetensors").touch()
+    assert run("export", "run", "x.onnx")[1] == "written to x.onnx from run\n"
+
+
 def test_the_metric_of_a_printed_table(run, tmp_path):
     arguments = ["compare", "digits", *SMALL, "--steps", 5, "--seeds", "0", "--features", "sikf"]
     for metric in ("accuracy", "f1"):
