@@ -122,10 +122,16 @@ def test_a_quantised_model():
     assert (after - before).abs().max() > 0.1
 
 
-def test_a_resized_bias_counts_in_another_process(tmp_path):
-    model, tokens = attach(bert(), 32, init=WIDE), torch.randint(50, (1, 9))
+def resized():
+    model = attach(bert(), 32, init=WIDE)
     for layer in model.encoder.layer:
         layer.attention.self.fastrpb = layer.attention.self.fastrpb.resize(64)
+    return model
+
+
+@pytest.mark.parametrize("make", [lambda: attach(llama(), 64, init=WIDE), resized])
+def test_a_pickled_model_keeps_its_biases_in_another_process(make, tmp_path):
+    model, tokens = make(), torch.randint(50, (1, 9))
     with torch.no_grad():
         wanted = model(tokens).last_hidden_state
     torch.save((model, tokens, wanted), tmp_path / "model.pt")

@@ -15,6 +15,80 @@ def config(**changes):
     return ModelConfig(**{**SMALL, "causal": True, "pooling": "mean", "dropout": 0.0, **changes})
 
 
+@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 100, 127, 300])
+def test_streaming_bias_equals_the_parallel_form(n, prefix):
+    rpb = FastRPB(3, n, causal=True, prefix=prefix, init=init.normal(1.0))
+    v = torch.randn(2, 3, prefix + n, 4)
+    state, ys = rpb.init_state(v), []
+    for t in range(prefix + n):
+        y, state = rpb.step(v[:, :, t : t + 1], state)
+        ys.append(y)
+    torch.testing.assert_close(torch.cat(ys, 2), rpb(v), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=f"longer than max_length={n}"):
+        rpb.step(v[:, :, :1], state)
+
+
+@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize("first", [1, 63, 64, 100, 192, 255, 256, 300])
+def test_a_stream_of_the_bias_may_begin_with_many_tokens(first, prefix):
+    rpb = FastRPB(3, 301, causal=True, prefix=prefix, init=init.normal(1.0))
+    v = torch.randn(2, 3, prefix + 301, 4, requires_grad=True)
+    mask = torch.rand(2, prefix + 301) < 0.8
+    cut = prefix + first
+    state = rpb.init_state(v)
+    begin = rpb(v[:, :, :cut], mask[:, :cut], state)
+    later = rpb(v[:, :, cut:], mask[:, cut:], state)
+    torch.testing.assert_close(torch.cat([begin, later], 2), rpb(v, mask), rtol=1e-4, atol=1e-4)
+    assert state.tokens == prefix + 301
+    (gradient,) = torch.autograd.grad(begin.sum(), v)
+    assert gradient.abs().max() > 0
+    assert not state.history.requires_grad
+
+
+def test_a_stream_of_the_bias_may_begin_within_the_prefix():
+    rpb = FastRPB(3, 20, causal=True, prefix=2, init=init.normal(1.0))
+    v = torch.randn(2, 3, 22, 4)
+    state = rpb.init_state(v)
+    parts = [rpb(x, state=state) for x in v.split([1, 1, 20], 2)]
+    torch.testing.assert_close(torch.cat(parts, 2), rpb(v), rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_that_cannot_go_on_a_stream_leave_it_as_it_is():
+    rpb, v = FastRPB(3, 20, causal=True, prefix=1), torch.randn(2, 3, 21, 4)
+    state = rpb.init_state(v)
+    begin = rpb(v[:, :, :15], state=state)
+    with pytest.raises(ValueError, match=r"7 tokens after 15 .* longer than max_length=20"):
+        rpb(v[:, :, :7], state=state)
+    with pytest.raises(ValueError, match="v has no tokens"):
+        rpb(v[:, :, :0], state=state)
+    with pytest.raises(ValueError, match="of a bias of max_length=20, this one has 30"):
+        rpb.resize(30)(v[:, :, 15:], state=state)
+    whole = torch.cat([begin, rpb(v[:, :, 15:], state=state)], 2)
+    torch.testing.assert_close(whole, rpb(v), rtol=1e-4, atol=1e-4)
+
+
+def test_streaming_bias_in_other_dtypes():
+    for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float64, 1e-12)):
+        rpb = FastRPB(3, 50, causal=True).to(dtype)
+        v = torch.randn(2, 3, 50, 4).to(dtype)
+        state, ys = rpb.init_state(v), []
+        for t in range(50):
+            y, state = rpb.step(v[:, :, t : t + 1], state)
+            ys.append(y)
+        torch.testing.assert_close(torch.cat(ys, 2), rpb(v), rtol=tolerance, atol=tolerance)
+
+
+def test_streaming_bias_is_not_rounded_by_autocast():
+    rpb, v = FastRPB(3, 100, causal=True, init=init.normal(1.0)), torch.randn(2, 3, 100, 4)
+    state, ys = rpb.init_state(v), []
+    with torch.autocast("cpu", torch.bfloat16):
+        for t in range(100):
+            y, state = rpb.step(v[:, :, t : t + 1], state)
+            ys.append(y)
+    torch.testing.assert_close(torch.cat(ys, 2), rpb(v), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("prefix", [0, 3])
 @pytest.mark.parametrize("sizes", [(2, 90, 1, 70, 37), (150, 3, 47), (1, 1, 1, 197), (130, 64, 6)])
 @pytest.mark.parametrize("learns", [False, True])

@@ -274,15 +274,9 @@ def compare(
 def sweep(
     task: Annotated[str | None, ONE_TASK] = None,
     *,
-    trials: Annotated[
-        int, typer.Option(min=1, help="Trials of the study, by all workers together.")
-    ] = 20,
-    low: Annotated[
-        float | None, typer.Option(help="Lowest learning rate. Default: a tenth of the config's.")
-    ] = None,
-    high: Annotated[
-        float | None, typer.Option(help="Highest learning rate. Default: ten times the config's.")
-    ] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Trials, of all workers together.")] = 20,
+    low: Annotated[float | None, typer.Option(help="Lowest rate. Default: a tenth.")] = None,
+    high: Annotated[float | None, typer.Option(help="Highest rate. Default: ten times.")] = None,
     config: Annotated[
         Path | None, typer.Option(help="A config.json, or the folder of a run, instead of TASK.")
     ] = None,

@@ -56,9 +56,7 @@ class RunConfig:
     validation: Annotated[
         Validation, "split that validation is taken from, where the source has none of its own"
     ] = "train"
-    keep: Annotated[Keep, "which weights to keep: the last, or those of the best validation"] = (
-        "last"
-    )
+    keep: Annotated[Keep, "which weights to keep: the last, or the best by validation"] = "last"
     eval_every: Annotated[int | None, "steps between validations; default: an epoch"] = None
     save_every: Annotated[int, "steps between checkpoints"] = 500
     accumulate: Annotated[int, "parts that a batch is computed in, to save memory"] = 1

@@ -47,9 +47,7 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
     dim: Annotated[int, "width of the residual stream"] = 256
     layers: Annotated[int, "blocks of attention and MLP"] = 4
     heads: Annotated[int, "attention heads"] = 8
-    qkv_dim: Annotated[int | None, "channels of q, k and v, all heads together; default: dim"] = (
-        None
-    )
+    qkv_dim: Annotated[int | None, "width of q, k and v; default: dim"] = None
     mlp_dim: Annotated[int | None, "hidden channels of the MLP; default: 4·dim"] = None
     attention: Annotated[Attention, "kind of attention"] = "linear"
     features: Annotated[Features, "feature map of linear attention"] = "sikf"
@@ -66,13 +64,9 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
     ] = "normal"
     causal: Annotated[bool, "each token sees only itself and earlier ones"] = False
     image: Annotated[tuple[int, int] | None, "height and width, for fastrpb2d"] = None
-    bias_kind: Annotated[Kind, "weights of fastrpb2d: w_dy + w_dx, or one for each (dy, dx)"] = (
-        "additive"
-    )
+    bias_kind: Annotated[Kind, "fastrpb2d: w_dy + w_dx, or one for each (dy, dx)"] = "additive"
     bias_init: Annotated[BiasInit, "first weights of the bias"] = "local"
-    bias_reach: Annotated[float, "longest scale of the local init and the envelope, in tokens"] = (
-        16.0
-    )
+    bias_reach: Annotated[float, "longest scale of local init and envelope, in tokens"] = 16.0
     bias_envelope: Annotated[
         bool, "multiply weights by exp(-distance/scale), the scales those of the local init"
     ] = False
@@ -93,9 +87,7 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
     attention_dropout: Annotated[
         float, "dropout of the weights of softmax attention; linear attention has none"
     ] = 0.0
-    attention_gelu: Annotated[bool, "GELU of attention + bias, before the output projection"] = (
-        False
-    )
+    attention_gelu: Annotated[bool, "GELU of attention + bias, before the projection"] = False
     checkpoint: Annotated[bool, "recompute blocks in the backward pass to save memory"] = False
 
     def __post_init__(self):

@@ -149,7 +149,7 @@ def _run(folder: Path, rate: float) -> Run:
 
 
 def _open(config: RunConfig, folder: Path, digest: str, rates: tuple[float, float]) -> optuna.Study:
-    """The study of the folder, with the trials that were cut off in its queue again."""
+    """The study of the folder, which must search the same."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     refuse_runs_in(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -189,7 +189,6 @@ def _open(config: RunConfig, folder: Path, digest: str, rates: tuple[float, floa
             )
         if "rates" not in study.user_attrs:
             study.set_user_attr("rates", rates)
-        _queue_again(study, folder)
     return study
 
 

@@ -15,7 +15,7 @@ from fastrpb.run import Run
 from fastrpb.train import Interruption
 
 optuna = pytest.importorskip("optuna")
-from fastrpb.sweep import _open, sweep  # noqa: E402
+from fastrpb.sweep import _open, _queue_again, sweep  # noqa: E402
 
 DIGEST = load("digits").digest()
 
@@ -76,6 +76,7 @@ def test_a_trial_of_a_worker_that_was_killed_as_it_took_it(small, tmp_path):
         trial.datetime_start = began
         study.add_trial(trial)
     again = _open(config, tmp_path, DIGEST, rates(config))
+    _queue_again(again, tmp_path)
     waiting = again.get_trials(states=[TrialState.WAITING])
     assert [x.system_attrs["fixed_params"]["learning_rate"] for x in waiting] == [3e-3]
 
