@@ -5,6 +5,7 @@ import itertools
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,6 +112,35 @@ def test_func_transforms():
     mapped = torch.func.vmap(lambda v: toeplitz_matmul_2d(image, v, (4, 4), impl="triton"))
     v = rand(3, 2, 2, 16, 16, dtype=torch.float16)
     torch.testing.assert_close(mapped(v), toeplitz_matmul_2d(image, v, (4, 4), impl="triton"))
+
+
+@pytest.mark.parametrize(
+    ("phi", "causal"),
+    [(sikf, False), (sikf, True), (FavorPlus(16, 20).to(DEVICE), False)],
+    ids=["sikf", "causal", "favor"],
+)
+def test_forward_mode(phi, causal):
+    """Tangents of products and attention, and of their gradients, as of the definitions."""
+    primals = rand(1, 23), rand(1, 7), *rand(3, 2, 1, 12, 16)
+    tangents = rand(1, 23), rand(1, 7), *rand(3, 2, 1, 12, 16)
+    mask = masks(2, 12)
+
+    def run(impls, w, image, q, k, v):
+        values = v if v.dtype == torch.float64 else v.half()  # which the kernels take
+        plus = toeplitz_matmul(w, values, impl=impls[0])
+        plus = plus + toeplitz_matmul_2d(image, values, (3, 4), impl=impls[0])
+        settings = {"phi": phi, "mask": mask, "causal": causal, "impl": impls[1]}
+        return linear_attention(q, k, v, plus=plus.to(v.dtype), **settings)
+
+    def gradients(*call):
+        return torch.func.grad(lambda *x: run(*x).square().sum(), (1, 2, 3, 4, 5))(*call)
+
+    exact = [tuple(x.double() for x in xs) for xs in (primals, tangents)]
+    for function in (lambda *call: (run(*call),), gradients):
+        got = torch.func.jvp(partial(function, ("triton", "triton")), primals, tangents)
+        wanted = torch.func.jvp(partial(function, ("dense", "torch")), *exact)
+        for a, b in zip(got[1], wanted[1], strict=True):
+            assert error(a, b) < 5e-3
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -131,6 +131,90 @@ def test_vmap_over_gradients(impl):
         torch.testing.assert_close(got[1][i], vi.grad, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("moves", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("impl", ["dense", "fft"])
+def test_forward_mode(impl, moves):
+    """The tangent of W·v is W'·v + W·v', whichever of the two there is."""
+    w, v = torch.randn(2, 11), torch.randn(3, 2, 7, 4)
+    dw, dv = torch.randn_like(w), torch.randn_like(v)
+
+    def run(*moved):
+        given = iter(moved)
+        both = (next(given) if moving else x for moving, x in zip(moves, (w, v), strict=True))
+        return toeplitz_matmul(*both, out_length=5, impl=impl)
+
+    moved, tangents = (
+        tuple(x for moving, x in zip(moves, pair, strict=True) if moving)
+        for pair in ((w, v), (dw, dv))
+    )
+    y, dy = torch.func.jvp(run, moved, tangents)
+    wanted = moves[0] * (toeplitz(dw, 5) @ v) + moves[1] * (toeplitz(w, 5) @ dv)
+    torch.testing.assert_close(y, toeplitz(w, 5) @ v, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(dy, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_hessian():
+    """Forward mode over reverse mode, batched: tangents of gradients."""
+    w, v = torch.randn(2, 13, dtype=torch.float64), torch.randn(3, 2, 7, 4, dtype=torch.float64)
+
+    def loss(w, v, impl):
+        return toeplitz_matmul(w, v, impl=impl).pow(3).sum()
+
+    hessian = torch.func.hessian(loss, (0, 1))
+    torch.testing.assert_close(hessian(w, v, "fft"), hessian(w, v, "dense"))
+
+
+def test_forward_mode_of_a_model():
+    """⟨g, J·t⟩ = ⟨Jᵀ·g, t⟩ for all weights together."""
+    config = ModelConfig(vocab_size=9, max_length=700, dim=16, layers=2, heads=2)
+    model = Classifier(config).eval().double()
+    weights = {name: x.detach() for name, x in model.named_parameters()}
+    tangents = {name: torch.randn_like(x) for name, x in weights.items()}
+    tokens = torch.randint(9, (2, 700))
+
+    def run(weights):
+        return torch.func.functional_call(model, weights, (tokens,))
+
+    y, dy = torch.func.jvp(run, (weights,), (tangents,))
+    g = torch.randn_like(y)
+    (gradients,) = torch.func.vjp(run, weights)[1](g)
+    torch.testing.assert_close(
+        (g * dy).sum(), sum((gradients[name] * tangents[name]).sum() for name in weights)
+    )
+
+
+def _product(w):
+    return toeplitz_matmul(w, torch.ones(2, 7, 4).cumsum(1), impl="fft")
+
+
+def _cubes(w):
+    return _product(w).pow(3).sum()
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda w: torch.func.jvp(_product, (w,), (w,))[1],
+        lambda w: torch.func.vjp(_product, w)[1](_product(w))[0],
+        lambda w: torch.func.vmap(torch.func.grad(_cubes))(torch.stack([w, 2 * w])),
+        torch.func.hessian(_cubes),
+    ],
+    ids=["jvp", "vjp", "vmap", "hessian"],
+)
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_torch_func_in_what_is_compiled(derivative):
+    """Dynamo takes operators for constants: their derivatives would be zero."""
+    torch.compiler.reset()
+    w = torch.randn(2, 13)
+    wanted = derivative(w)
+    with pytest.raises(RuntimeError, match="leave out fullgraph=True"):
+        torch.compile(derivative, backend="aot_eager", fullgraph=True)(w)
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(derivative, backend="aot_eager")(w), wanted)
+    assert wanted.count_nonzero()
+
+
 def test_vmap_2d():
     w, v = torch.randn(3, 2, 5, 7), torch.randn(3, 2, 12, 4)
     got = torch.func.vmap(lambda w, v: toeplitz_matmul_2d(w, v, (3, 4), impl="fft"))(w, v)

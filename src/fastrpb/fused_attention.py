@@ -1,5 +1,6 @@
 """Linear attention by the fused kernels of a GPU, and which calls they take."""
 
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -100,7 +101,10 @@ def fused_attention(
 
 
 class _Fused(torch.autograd.Function):
-    """The operator `fastrpb::linear_attention_triton`; gradients of gradients by plain torch."""
+    """The operator `fastrpb::linear_attention_triton`.
+
+    Gradients of gradients, and tangents in forward mode, are by plain torch.
+    """
 
     @staticmethod
     def forward(q, k, v, mask, plus, projection, kind, causal):
@@ -127,6 +131,14 @@ class _Fused(torch.autograd.Function):
         return *gradients, None, g if ctx.plus else None, None, None, None
 
     @staticmethod
+    def tangent(tangents, q, k, v, mask, plus, projection, kind, causal):
+        *moves, _, dplus, _, _, _ = tangents
+        attention = _plain(mask, projection, kind, causal)
+        _, dy = torch.func.jvp(attention, (q, k, v), tuple(moves))
+        dy = dy if plus is None else dy + dplus
+        return dy, *(None for _ in range(1 if causal else 3))  # as many as the state has
+
+    @staticmethod
     def vmap(info, in_dims, *inputs):  # pyright: ignore[reportIncompatibleMethodOverride]
         return _mapped(_Fused, info.batch_size, in_dims, inputs)
 
@@ -149,21 +161,30 @@ class _FusedGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *upstream):
         *tensors, mask, projection = ctx.saved_tensors
-        phi = Given() if projection is None else Projected(projection)
-        phi = {0: sikf, 1: elu1, 2: relu}.get(ctx.kind, phi)
-
-        def gradients(g, q, k, v):
-            def attention(q, k, v):
-                return plain_attention(phi, q, k, v, mask, ctx.causal)
-
-            return torch.func.vjp(attention, q, k, v)[1](g)
-
+        gradients = _plain_gradients(mask, projection, ctx.kind, ctx.causal)
         second = torch.func.vjp(gradients, *tensors)[1](upstream)
         return *second, *7 * [None]
 
     @staticmethod
+    def tangent(tangents, g, q, k, v, mask, projection, *rest):
+        gradients = _plain_gradients(mask, projection, *rest[-2:])
+        return torch.func.jvp(gradients, (g, q, k, v), tangents[:4])[1]
+
+    @staticmethod
     def vmap(info, in_dims, *inputs):  # pyright: ignore[reportIncompatibleMethodOverride]
         return _mapped(_FusedGradients, info.batch_size, in_dims, inputs)
+
+
+def _plain(mask: Tensor | None, projection: Tensor | None, kind: int, causal: bool) -> Callable:
+    """The same attention of (q, k, v) in plain torch."""
+    phi = Given() if projection is None else Projected(projection)
+    phi = {0: sikf, 1: elu1, 2: relu}.get(kind, phi)
+    return lambda q, k, v: plain_attention(phi, q, k, v, mask, causal)
+
+
+def _plain_gradients(*call: Any) -> Callable:
+    """Of (g, q, k, v), for the arguments of `_plain`: the gradients of ⟨g, attention⟩."""
+    return lambda g, *tensors: torch.func.vjp(_plain(*call), *tensors)[1](g)
 
 
 def _mapped(function: type[torch.autograd.Function], count: int, in_dims, inputs):

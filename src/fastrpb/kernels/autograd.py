@@ -1,9 +1,11 @@
 """Calls of `torch.autograd.Function`s with little work on the CPU, and what `vmap` gives them."""
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -11,10 +13,42 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
     Where no transform needs to see the call, this leaves out what `Function.apply` does before it
     calls the same method: inspecting the signature of forward to fill in defaults, 100 µs a call.
+    In forward mode (`torch.func.jvp`) the tangents are those of `function.tangent`.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    transformed = torch._C._are_functorch_transforms_active()
+    moves = forward_ad._current_level >= 0
+    if torch.compiler.is_compiling():
+        if transformed or moves:
+            # Dynamo would take the operators for constants, silently. What raises is not compiled.
+            raise RuntimeError(
+                "torch.compile would lose the derivatives that torch.func takes of this: leave out "
+                "fullgraph=True, or compile without torch.func"
+            )
+        return function.apply(*args)
+    if moves:
+        return _in_forward_mode(function).apply(*args)
+    if transformed:
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@cache
+def _in_forward_mode(function: Any) -> type[torch.autograd.Function]:
+    """`function` with the method `jvp`, for which Dynamo would refuse to compile it."""
+
+    class InForwardMode(function):
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            function.setup_context(ctx, inputs, output)
+            ctx.save_for_forward(*(x if isinstance(x, Tensor) else None for x in inputs))
+            ctx.settings = [None if isinstance(x, Tensor) else x for x in inputs]
+
+        @staticmethod
+        def jvp(ctx, *tangents):
+            pairs = zip(ctx.saved_tensors, ctx.settings, strict=True)
+            return function.tangent(tangents, *(x if s is None else s for x, s in pairs))
+
+    return InForwardMode
 
 
 def into_axis(x: Tensor, mapped: int | None, count: int, axis: int) -> Tensor:

@@ -302,6 +302,10 @@ class ImageSums(torch.autograd.Function):
         return apply(ImageSpread, g, *ctx.shape, ctx.dtype), None, None
 
     @staticmethod
+    def tangent(tangents, _, height, width):
+        return apply(ImageSums, tangents[0], height, width)
+
+    @staticmethod
     def vmap(info, in_dims, v, height, width):  # pyright: ignore[reportIncompatibleMethodOverride]
         sums = apply(ImageSums, into_axis(v, in_dims[0], info.batch_size, 0), height, width)
         return sums.unflatten(1, (info.batch_size, -1)), 1
@@ -321,6 +325,10 @@ class ImageSpread(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
         return apply(ImageSums, g, *ctx.shape), None, None, None
+
+    @staticmethod
+    def tangent(tangents, _, *rest):
+        return apply(ImageSpread, tangents[0], *rest)
 
     @staticmethod
     def vmap(info, in_dims, sums, *rest):  # pyright: ignore[reportIncompatibleMethodOverride]

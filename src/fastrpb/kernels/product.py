@@ -51,6 +51,11 @@ class _Product(torch.autograd.Function):
         return *apply(_Gradients, g, w, v, ctx.first, *ctx.rest), *5 * [None]
 
     @staticmethod
+    def tangent(tangents, w, v, *rest):
+        dw, dv, *_ = tangents
+        return product(dw, v, *rest) + product(w, dv, *rest)
+
+    @staticmethod
     def vmap(info, in_dims, w, v, *rest):  # pyright: ignore[reportIncompatibleMethodOverride]
         w = into_axis(w, in_dims[0], info.batch_size, 0)
         v = into_axis(v, in_dims[1], info.batch_size, 1)
@@ -80,6 +85,12 @@ class _Gradients(torch.autograd.Function):
         grad_g = product(dw, v, ctx.first, m, *rest) + product(w, dv, ctx.first, m, *rest)
         grad_w, _ = apply(_Gradients, g, w, dv, ctx.first, *rest)
         return grad_g, grad_w, _transposed(dw, g, v, ctx.first, *rest), *4 * [None]
+
+    @staticmethod
+    def tangent(tangents, g, w, v, *rest):
+        dg, dw, dv, *_ = tangents
+        parts = apply(_Gradients, dg, w, v, *rest), apply(_Gradients, g, dw, dv, *rest)
+        return tuple(a + b for a, b in zip(*parts, strict=True))
 
     @staticmethod
     def vmap(info, in_dims, g, w, v, *rest):  # pyright: ignore[reportIncompatibleMethodOverride]
