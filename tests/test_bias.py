@@ -3,6 +3,7 @@ import io
 import math
 import pickle
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -137,15 +138,6 @@ def test_far_weights_learn_less_under_an_envelope():
     torch.testing.assert_close(rpb.w.grad[0, 19:], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_resized_under_an_envelope():
-    rpb = FastRPB(3, 20, envelope=(1, 8))
-    for length in (11, 20):
-        torch.testing.assert_close(rpb.resize(30).matrix(length), rpb.matrix(length))
-    with torch.no_grad():
-        image = FastRPB2d(3, 4, 6, kind="full", envelope=(1, 8))
-        torch.testing.assert_close(image.resize(6, 6).weights()[:, 2:-2], image.weights())
-
-
 @pytest.mark.parametrize("settings", [{"threshold": 0.5}, {"envelope": (8, 64)}])
 def test_a_stream_has_the_same_weights(settings):
     rpb = FastRPB(3, 200, causal=True, init=init.normal(1.0), **settings)
@@ -259,34 +251,11 @@ class Matrix(torch.nn.Module):
         return self.bias.matrix(length)
 
 
-@pytest.mark.parametrize("flags", FLAGS)
-@pytest.mark.parametrize("new", [1, 7, 20, 33])
-def test_resize_keeps_common_distances(new, flags):
-    rpb = FastRPB(3, 20, prefix=1, **flags)
-    other = rpb.resize(new)
-    assert other.max_length == new
-    assert other.prefix == 1
-    common = min(new, 20) + 1
-    assert torch.equal(other.matrix(common), rpb.matrix(common))
-    distance = (torch.arange(new)[:, None] - torch.arange(new)).abs()
-    assert not other.matrix(new + 1)[:, 1:, 1:][:, distance >= 20].any()
-    assert other.w.requires_grad
-
-
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("kind", ["additive", "full"])
-def test_resize_2d_keeps_common_distances(kind, symmetric):
-    rpb = FastRPB2d(3, 4, 6, kind=kind, symmetric=symmetric, init=init.normal(1.0))
-    larger = rpb.resize(5, 9)
-    corner = larger.matrix(45).unflatten(-1, (5, 9)).unflatten(1, (5, 9))[:, :4, :6, :4, :6]
-    assert torch.equal(corner.flatten(-2).flatten(1, 2), rpb.matrix(24))
-    smaller = larger.resize(4, 6)
-    assert torch.equal(smaller.w, rpb.w)
-
-
-def test_resize_keeps_dtype():
-    assert FastRPB(3, 20).double().resize(10).w.dtype == torch.float64
-    assert FastRPB2d(3, 4, 4).half().resize(2, 2).w.dtype == torch.float16
+def test_lengths_that_are_none():
+    rpb = FastRPB(2, 5)
+    for call, error in product((rpb.weights, rpb.matrix), (True, "4", 4.5)):
+        with pytest.raises(TypeError, match="length must be a whole number"):
+            call(error)
 
 
 def test_state_dict_round_trip_and_other_lengths():
@@ -339,14 +308,6 @@ def test_weights_of_one_shape_and_other_distances(one, other, words):
         assert torch.equal(mine.w, saved.w)
     with pytest.raises(RuntimeError, match=words.replace("..", r"\.\.")):
         other().load_state_dict(one().state_dict())
-
-
-def test_a_state_dict_whose_weights_were_resized():
-    saved, longer = FastRPB(2, 8), FastRPB(2, 16)
-    state = saved.state_dict()
-    state["w"] = saved.resize(16).w.detach()
-    longer.load_state_dict(state)
-    assert torch.equal(longer.matrix(8), saved.matrix(8))
 
 
 def test_weights_of_another_symmetry_are_refused():
@@ -416,7 +377,7 @@ V = torch.randn(2, 3, 10, 4)
         (lambda: FastRPB(3.0, 10), TypeError, "num_heads.*3.0"),
         (lambda: FastRPB(3, 9)(V), ValueError, "length 10 .*max_length=9"),
         (lambda: FastRPB(3, 9).matrix(10), ValueError, "length 10 .*max_length=9"),
-        (lambda: FastRPB(3, 9).matrix(0), ValueError, "length 0 "),
+        (lambda: FastRPB(3, 9).matrix(0), ValueError, "length=0 must be at least 1"),
         (lambda: FastRPB(3, 9, prefix=None), TypeError, "prefix must be a whole number"),
         (lambda: FastRPB(4, 10)(V), ValueError, r"4 heads.*\(2, 3, 10, 4\)"),
         (lambda: FastRPB(3, 10)(V[0, 0]), ValueError, r"\(10, 4\)"),
@@ -446,28 +407,3 @@ V = torch.randn(2, 3, 10, 4)
 def test_bad_input_names_the_argument_and_its_numbers(call, error, words):
     with pytest.raises(error, match=words):
         call()
-
-
-@pytest.mark.parametrize(
-    "rpb", [FastRPB(3, 20, dropout=0.5), FastRPB2d(3, 4, 5, dropout=0.5)], ids=["1d", "2d"]
-)
-def test_resized_it_trains_as_before(rpb):
-    size = (20,) if isinstance(rpb, FastRPB) else (4, 5)
-    v = torch.randn(2, 3, 20, 4)
-    same = rpb.requires_grad_(False).eval().resize(*size)
-    assert not same.w.requires_grad
-    torch.testing.assert_close(same(v), rpb(v))
-    again = rpb.requires_grad_(True).train().resize(*size)
-    assert again.training
-    assert again.w.requires_grad
-
-
-@pytest.mark.parametrize(
-    "other",
-    [FastRPB(3, 20, init=init.zero).resize(30), FastRPB2d(3, 4, 5, init=init.zero).resize(6, 6)],
-    ids=["1d", "2d"],
-)
-def test_resized_it_keeps_its_init(other):
-    other.w.data.normal_()
-    other.reset_parameters()
-    assert not other.w.any()

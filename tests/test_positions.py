@@ -15,6 +15,7 @@ from fastrpb import (
     softmax_attention,
 )
 
+IDS = torch.zeros(1, 2, 4, 4, dtype=torch.int64)
 NOTHING = torch.zeros(2, 1, 2, 0, 3)  # queries and keys of no tokens
 
 
@@ -81,10 +82,28 @@ def test_rope_and_sines_stay_exact_far_out():
         (lambda: ALiBi(3)(torch.randn(1, 3, 6, 4), torch.randn(1, 3, 5, 4)), "no more positions"),
         (lambda: ConvSPE(2, 3)(*NOTHING), "q has an empty sequence"),
         (lambda: RelativeKeyQuery(3, 9)(*NOTHING), "q has an empty sequence"),
+        (lambda: T5Bias(0), "num_heads=0"),
+        (lambda: SineSPE(-1, 3), "num_heads=-1"),
     ],
 )
 def test_bad_input(call, words):
     with pytest.raises(ValueError, match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: RoPE()(IDS, IDS), "q must have a floating-point dtype"),
+        (lambda: LearnedPositions(9, 4)(IDS[0, 0]), "x must have a floating-point dtype"),
+        (lambda: SinusoidalPositions(9, 4)(IDS[0, 0]), "x must have a floating-point dtype"),
+        (lambda: T5Bias(3, num_buckets=32.0), "num_buckets must be a whole number"),
+        (lambda: T5Bias(3, max_distance="128"), "max_distance must be a whole number"),
+        (lambda: ConvSPE(2.0, 3), "num_heads must be a whole number"),
+    ],
+)
+def test_bad_types(call, words):
+    with pytest.raises(TypeError, match=words):
         call()
 
 
@@ -244,7 +263,9 @@ def test_t5_buckets_entry_by_entry(causal):
         wanted = t5_bucket(distance, count, 100, causal)
         assert rounded.buckets(row + 1, 100)[row, column] == wanted
     q = torch.randn(2, 3, 20, 4)
-    assert torch.equal(t5(q, q)[1, 5, 9], t5.weight[t5_bucket(4, 32, 128, causal), 1])
+    for queries in (q, q[:, :, :7]):
+        wanted = t5.weight[buckets[: queries.shape[2], :20]].permute(2, 0, 1)
+        assert torch.equal(t5(queries, q), wanted)
 
 
 def test_alibi_slopes_and_logits():

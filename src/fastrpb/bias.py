@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fastrpb.bias_base import Bias
 from fastrpb.checks import check_flag, check_size, compute_dtype, kept
-from fastrpb.init import Init, local
+from fastrpb.init import Init, local, zero
 from fastrpb.modes import exact, exporting
 from fastrpb.toeplitz import toeplitz, toeplitz_matmul
 
@@ -108,7 +108,8 @@ class FastRPB(Bias):
         dropped.
         """
         n = self.max_length
-        if not 1 <= length <= n:
+        check_size("length", length)
+        if length > n:
             raise ValueError(f"length {length} is not within 1..max_length={n}; see resize()")
         if self.causal:
             return nn.functional.pad(self._part(n - length, n), (0, length - 1))
@@ -299,7 +300,7 @@ class FastRPB(Bias):
             self.num_heads,
             max_length,
             causal=self.causal,
-            init=self.init,
+            init=zero,
             **self._settings(),
         ).to(self.w)
         self._give_to(new)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fastrpb.bias_base import Bias
 from fastrpb.checks import check_choice, check_size, compute_dtype
-from fastrpb.init import Copies, Init, local
+from fastrpb.init import Copies, Init, local, zero
 from fastrpb.toeplitz import toeplitz_2d, toeplitz_matmul_2d
 
 Kind = Literal["additive", "full"]
@@ -124,7 +124,7 @@ class FastRPB2d(Bias):
             height,
             width,
             kind=self.kind,
-            init=self.init,
+            init=zero,
             **self._settings(),
         ).to(self.w)
         self._give_to(new)

@@ -70,7 +70,8 @@ class Bias(nn.Module, ABC):
         self.init(self.w, distance, self._copies())
         if tracked and self.w._version == before:
             raise ValueError(
-                "init did not fill w: it must do so in place, as fastrpb.init.zero does"
+                "init did not fill w: it must do so in place, as fastrpb.init.zero does, and not "
+                "through w.data"
             )
         if self.envelope is not None:
             self.w.div_(decay(self.num_heads, distance, *self.envelope).clamp(min=_LEAST))
@@ -98,10 +99,10 @@ class Bias(nn.Module, ABC):
         """The distances that `w` stores, by axis."""
 
     def _give_to(self, new: "Bias") -> None:
-        """The weights of common distances; others become zero. And whether it trains."""
+        """The init, the weights of common distances (others are zero), and whether it trains."""
+        new.init = self.init
         new.train(self.training)
         new.w.requires_grad_(self.w.requires_grad)
-        new.w.zero_()
         mine, its = self.w.detach(), new.w.detach()
         axes = zip(self._distances(), new._distances(), strict=True)
         for axis, (here, there) in enumerate(axes, 1):
@@ -160,6 +161,7 @@ class Bias(nn.Module, ABC):
         Returns (heads, length, length): for plots and tests. While training with dropout, every
         call drops other weights.
         """
+        check_size("length", length)
         if length <= self.prefix:
             raise ValueError(f"length {length} has no tokens after the prefix of {self.prefix}")
         return nn.functional.pad(self._dense(length - self.prefix), (self.prefix, 0) * 2)

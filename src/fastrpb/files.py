@@ -29,6 +29,14 @@ def shipped_or(path: str | os.PathLike) -> Path:
     return SHIPPED / path if str(path) in shipped() and not own else path
 
 
+def expanded(path: str | os.PathLike) -> Path:
+    """A path with the home folder that ~ or ~user stands for."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(f"the home folder of {path} is not known; give the path in full") from None
+
+
 def reason_of(error: Exception) -> str:
     """What went wrong as a sentence: of the system's errors, the file and the reason.
 
@@ -100,6 +108,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise FileNotFoundError(
             f"{path} is a folder" if path.is_dir() else f"there is no file {path}"
         )
+    with path.open("rb"):
+        pass  # what may not be read is no damage, but safetensors does not say it
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fastrpb.checks import check_flag, check_number, check_size, check_values, compute_dtype
 from fastrpb.modes import exporting
-from fastrpb.toeplitz import toeplitz_matmul
+from fastrpb.toeplitz import toeplitz, toeplitz_matmul
 
 
 class LearnedPositions(nn.Module):
@@ -86,6 +86,8 @@ class RoPE(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """(batch, heads, length, dim) each, dim even."""
+        for name, x in (("q", q), ("k", k)):
+            check_values(name, x)
         if q.shape[-1] % 2 or q.shape[-1] != k.shape[-1]:
             raise ValueError(
                 "RoPE rotates pairs of channels, so q and k need one even dim; "
@@ -116,6 +118,8 @@ class _SPE(nn.Module, ABC):
 
     def __init__(self, num_heads: int, dim: int, num_realizations: int, gated: bool):
         super().__init__()
+        check_size("num_heads", num_heads)
+        check_size("dim", dim)
         check_size("num_realizations", num_realizations)
         check_flag("gated", gated)
         self.num_heads = num_heads
@@ -328,6 +332,9 @@ class T5Bias(nn.Module):
         causal: bool = False,
     ):
         super().__init__()
+        check_size("num_heads", num_heads)
+        check_size("num_buckets", num_buckets)
+        check_size("max_distance", max_distance)
         check_flag("causal", causal)
         exact = num_buckets // (2 if causal else 4)
         if exact < 1 or max_distance <= exact:
@@ -347,7 +354,9 @@ class T5Bias(nn.Module):
 
     def buckets(self, queries: int, keys: int) -> Tensor:
         """The bucket of every pair of positions: (queries, keys), both from the first on."""
-        d = _distance(queries, keys, self.weight.device)
+        return self._bucket(_distance(queries, keys, self.weight.device))
+
+    def _bucket(self, d: Tensor) -> Tensor:
         count = self.num_buckets if self.causal else self.num_buckets // 2
         offset = 0 if self.causal else (d > 0) * count
         far = d.clamp(max=0).neg() if self.causal else d.abs()
@@ -358,7 +367,9 @@ class T5Bias(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         """(heads, M, N) for q of the first M of k's N positions."""
-        return self.weight[self.buckets(*_lengths(q, k))].permute(2, 0, 1).to(q.dtype)
+        m, n = _lengths(q, k)
+        d = torch.arange(1 - m, n, device=self.weight.device)
+        return toeplitz(self.weight[self._bucket(d)].mT, m).to(q.dtype)
 
 
 class ALiBi(nn.Module):
@@ -432,6 +443,7 @@ def _lengths(q: Tensor, k: Tensor) -> tuple[int, int]:
 
 
 def _rows(table: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
+    check_values("x", x)
     length = _within(x.shape[-2], table.shape[0])
     return table[:length] if positions is None else table[positions]
 

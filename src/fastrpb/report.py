@@ -12,7 +12,7 @@ import html
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from io import BytesIO
@@ -27,9 +27,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from fastrpb import figures
-from fastrpb.config import changes, completed, flat
+from fastrpb.config import changes, completed, flat, to_json
 from fastrpb.evaluate import load_run
-from fastrpb.files import replacing, shipped_or
+from fastrpb.files import reason_of, replacing, shipped_or
 from fastrpb.presets import CELL, COLUMNS, ROWS, row
 from fastrpb.records import read_records, same_config
 from fastrpb.run import Run
@@ -133,6 +133,9 @@ def collect(
             key = (same_config(entry.config), _digest(entry) or "", where)
             if key not in entries or entries[key].run is None:
                 entries[key] = entry
+    # Older records do not say what data they are of: those of the same config are taken for theirs.
+    told = {config for config, digest, _ in entries if digest}
+    entries = {x: e for x, e in entries.items() if not e.record or x[1] or x[0] not in told}
     unique: dict[str, Entry] = {}
     for entry in entries.values():
         numbered = (f"{entry.name}-{number}" for number in count(2))
@@ -146,16 +149,19 @@ def _entries(folder: Path, on_damaged: Callable[[ValueError], None]) -> Iterator
         yield _entry(Run(folder))
         return
     for run in map(Run, sorted(folder.iterdir())):
-        entry = _unless_damaged(partial(_entry, run), None, on_damaged) if run.exists() else None
-        if entry:
-            yield entry
+        if _unless_damaged(run.exists, False, on_damaged):
+            entry = _unless_damaged(partial(_entry, run), None, on_damaged)
+            if entry:
+                yield entry
     yield from _recorded(folder / "results.jsonl")
 
 
 def _entry(run: Run) -> Entry:
-    record = run.result()
+    record, config = run.result(), run.config()
+    if record:
+        run.check(record["config"], config)
     name = record["name"] if record else run.folder.resolve().name
-    return Entry(name, asdict(run.config()), record, run)
+    return Entry(name, json.loads(to_json(config)), record, run)
 
 
 def _unless_damaged(
@@ -163,8 +169,8 @@ def _unless_damaged(
 ) -> _T:
     try:
         return part()
-    except ValueError as error:
-        on_damaged(error)
+    except (OSError, ValueError) as error:
+        on_damaged(ValueError(reason_of(error)))
         return nothing
 
 

@@ -163,11 +163,14 @@ class Run:
             raise ValueError(f"{error}; {advice}") from None
 
     def finish(self, record: dict[str, Any]) -> None:
-        """Add the record to the results and mark the run as finished; no harm if it was done."""
-        append_result(self.results_file, record)
+        """Mark the run as finished and add the record to the results; no harm if it was done.
+
+        The results last: a run that has its line there is not looked at again.
+        """
         with replacing(self.result_file) as part:
             part.write_text(json.dumps(record, indent=2) + "\n")
         self.forget()
+        append_result(self.results_file, record)
 
     def forget(self) -> None:
         """Remove the checkpoints of a run that will not go on."""
@@ -199,7 +202,7 @@ class Run:
             if "state" not in meta:
                 raise ValueError(f"{self.checkpoint(step)} holds no state of a run")
             return tensors, json.loads(meta["state"])
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"a damaged checkpoint: {reason}; {advice}") from None
 

@@ -17,6 +17,7 @@ from fastrpb import progress as runs
 from fastrpb.data import Dataset, Split
 
 _LINE_EVERY = 5.0  # seconds, where there is no terminal
+_ROOM_FOR_BARS = 120  # columns: a name and the words about its run take up to a hundred
 
 
 class Display:
@@ -29,9 +30,11 @@ class Display:
 
     def __init__(self) -> None:
         self.console = Console(highlight=False)
-        name = TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=28))
-        words = TextColumn("{task.fields[words]}", table_column=Column(no_wrap=True))
-        self.bars = Progress(name, BarColumn(12), words, console=self.console)
+        columns = [Column(no_wrap=True, overflow="ellipsis") for _ in range(2)]
+        name, words = map(TextColumn, ("{task.description}", "{task.fields[words]}"))
+        name.table_column, words.table_column = columns
+        bar = [BarColumn(12)] if self.console.width >= _ROOM_FOR_BARS else []
+        self.bars = Progress(name, *bar, words, console=self.console)
         self.tasks: dict[str, TaskID] = {}
         self.last = time.monotonic()
 
@@ -49,7 +52,7 @@ class Display:
 
     def progress(self, name: str, progress: runs.Progress) -> None:
         words = in_words(progress)
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
             if name not in self.tasks:
                 self.bars.start()
                 self.tasks[name] = self.bars.add_task(name, total=progress.steps, words="")
@@ -69,7 +72,7 @@ class Display:
 
 
 def in_words(progress: runs.Progress) -> str:
-    time_left = timedelta(seconds=round(progress.seconds_left))
+    time_left = timedelta(seconds=round(min(progress.seconds_left, 1e10)))  # 300 years
     left = f"{time_left} left" if progress.step < progress.steps else "evaluating"
     return (
         f"{left}  step {progress.step}/{progress.steps}  "

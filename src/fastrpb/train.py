@@ -126,7 +126,8 @@ def train(
                 with caught_signals() as trainer.signals:
                     return trainer.fit()
             finally:
-                accelerator.end_training()
+                with suppress(OSError):  # of trackers on a full disk, which would hide what it cut
+                    accelerator.end_training()
 
 
 def _first_alone(accelerator: Accelerator, function: Callable[[], _T]) -> _T:
@@ -215,7 +216,7 @@ class _Trainer:
                     self._validate()
                 if self.state.step == self.steps:
                     return self._finish()
-                self._train_step(next(stream))
+                self._train_step(stream)
                 if self._due(_REPORT_EVERY):
                     self._report()
                 if self._alone or self.slow or self._due(_REPORT_EVERY):
@@ -248,9 +249,10 @@ class _Trainer:
             world_size=processes,
         )
 
-    def _train_step(self, batch: Batch) -> None:
+    def _train_step(self, stream: Iterator[Batch]) -> None:
         state, window = self.state, self.window
         window.begin()
+        batch = next(stream)
         rate = self.config.learning_rate_at(state.step + 1, self.steps)
         window.add(state.step, self.stepper.take(state.step, batch, rate))
         window.tokens += int(batch.mask.sum())
@@ -344,7 +346,8 @@ class _Trainer:
         numbers = values.get("validation")
         kind = "train" if numbers is None else "validation"
         named = {f"{kind}/{name}": x for name, x in (numbers or values).items()}
-        self.accelerator.log(named, step=self.state.step)
+        with self._writing():
+            self.accelerator.log(named, step=self.state.step)
 
     @property
     def _alone(self) -> bool:

@@ -133,7 +133,7 @@ def empty(file):
     file.write_bytes(b"")
 
 
-@pytest.mark.parametrize("name", ["tokens", "train.labels", "test.index"])
+@pytest.mark.parametrize("name", ["tokens", "train.labels", "test.index", "splits"])
 @pytest.mark.parametrize("harm", [damage, empty, Path.unlink])
 def test_a_damaged_entry_says_what_to_remove(tmp_path, own_cache, name, harm):
     folder = write_reviews(tmp_path)
@@ -142,6 +142,27 @@ def test_a_damaged_entry_says_what_to_remove(tmp_path, own_cache, name, harm):
     harm(entry / f"{name}.npy")
     with pytest.raises(DataError, match=rf"{entry} is damaged \(.*\); remove it and run again"):
         load("text", folder)
+
+
+def test_a_split_that_is_lost_whole(tmp_path, own_cache):
+    """Else a tenth of train would stand in for a validation split that the source has."""
+    folder = write_reviews(tmp_path)
+    load("text", folder)
+    (entry,) = own_cache.iterdir()
+    for name in ("index", "labels"):
+        (entry / f"test.{name}.npy").unlink()
+    with pytest.raises(DataError, match=r"is damaged \(.*test\.index\.npy"):
+        load("text", folder)
+
+
+@pytest.mark.parametrize("place", ["FASTRPB_CACHE", "FASTRPB_DATA", "data_dir"])
+def test_a_home_that_is_not_known(tmp_path, monkeypatch, place):
+    folder = write_reviews(tmp_path)
+    if place != "data_dir":
+        monkeypatch.setenv(place, "~nobody-has-this/x")
+    data_dir = {"FASTRPB_CACHE": folder, "FASTRPB_DATA": None}.get(place, "~nobody-has-this/x")
+    with pytest.raises(ValueError, match=r"home folder of ~nobody-has-this/x is not known; give"):
+        load("text", data_dir)
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):

@@ -22,7 +22,7 @@ from fastrpb.figures import (
     weights_of,
 )
 from fastrpb.presets import name_of
-from fastrpb.report import collect, set_ups, write_report
+from fastrpb.report import collect, write_report
 from fastrpb.run import Run
 from fastrpb.tables import Cell, Table, as_html, as_latex, as_markdown, ranks, tables_of
 from fastrpb.train import train
@@ -231,23 +231,6 @@ def test_records_without_their_folders(runs, tmp_path):
     assert [path.name for path in (tmp_path / "report").glob("*.svg")] == ["gains.svg"]
 
 
-def test_only_seeds_share_a_cell(tmp_path):
-    """Another learning rate in the same cell is another set-up; in another cell it is a preset."""
-    rates = [("none", 0, 1e-3), ("none", 1, 1e-3), ("fastrpb", 0, 2e-3), ("none", 0, 5e-3)]
-    for position, seed, rate in rates:
-        config = small(position=position, seed=seed, learning_rate=rate, steps=2)
-        train(config, tmp_path / name_of(config), cpu=True)
-    groups = set_ups(collect([tmp_path]))
-    assert [len(group) for group in groups.values()] in ([3, 1], [2, 2])
-    for group in groups.values():
-        cells = {}
-        for entry in group:
-            cells.setdefault(entry.config["model"]["position"], set()).add(
-                entry.config["learning_rate"]
-            )
-        assert all(len(rates) == 1 for rates in cells.values())
-
-
 def test_folders_that_overlap_and_names_that_meet(runs, tmp_path):
     finished = [entry for entry in collect([runs]) if entry.record]
     again = collect([runs, runs, finished[0].run.folder])
@@ -307,14 +290,6 @@ def test_two_set_ups_of_a_task_are_two_tables(runs, tmp_path):
     assert "<h2>digits 2</h2>" in content
     (note,) = re.findall(r"Unlike digits: (.*)\.</p>", content)
     assert note == "layers 3 → 2, steps 20 → 2, eval_every 10 → None"
-
-
-def test_set_ups_of_one_cell_that_differ_in_their_own_fields(tmp_path):
-    for rate in (1e-3, 1e-2):
-        train(small(steps=2, learning_rate=rate), tmp_path / f"{rate}", cpu=True)
-    content = write_report([tmp_path], tmp_path / "report").read_text()
-    (note,) = re.findall(r"Unlike digits: (.*)\.</p>", content)
-    assert note == "learning_rate 0.001 → 0.01"
 
 
 def test_the_layer_that_is_not_read_is_not_shown(tmp_path):
@@ -468,14 +443,6 @@ def test_a_config_of_another_program_is_none_of_a_run(tmp_path):
     other.write_text("{}")
     with pytest.raises(ValueError, match=r"has no runs and no results\.jsonl$"):
         collect([tmp_path])
-
-
-def test_every_run_has_a_name_of_its_own(tmp_path):
-    folders = [tmp_path / name for name in ("a/foo", "b/foo", "c/foo-2")]
-    for seed, folder in enumerate(folders):
-        folder.mkdir(parents=True)
-        Run(folder).open(small(seed=seed))
-    assert len({entry.name for entry in collect(folders)}) == 3
 
 
 def test_what_is_damaged_is_left_out_and_told(runs, tmp_path):

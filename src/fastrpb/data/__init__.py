@@ -70,7 +70,7 @@ def load(
     facts = task(name, max_length)
     if validation not in ("train", "test"):
         raise DataError(f'validation={validation!r} must be "train" or "test"')
-    splits: dict[str, Split] = _module(name).read(Path(data_dir).expanduser() if data_dir else None)
+    splits: dict[str, Split] = _module(name).read(Path(data_dir) if data_dir else None)
     sequences = facts.fit(splits["train"].sequences)  # one for all splits
     splits = {part: replace(split, sequences=sequences) for part, split in splits.items()}
     train, test = splits["train"], splits["test"]

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from fastrpb.data.dataset import DataError, Sequences, Split
-from fastrpb.files import is_full
+from fastrpb.files import expanded, is_full
 
 # To be raised whenever a reader gives other tokens for the same files.
-VERSION = 1
+VERSION = 2
 
 Files = dict[str, list[Path]]
 
@@ -29,8 +29,8 @@ def cache_dir() -> Path:
     """`FASTRPB_CACHE`, or `fastrpb` in `XDG_CACHE_HOME`, or in `~/.cache`."""
     own = os.environ.get("FASTRPB_CACHE")
     if own:
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastrpb"
+        return expanded(own)
+    return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fastrpb"
 
 
 def cached(name: str, files: Files, build: Callable[[Files], dict[str, Split]]) -> dict[str, Split]:
@@ -77,16 +77,18 @@ def _digest(files: Files) -> str:
 
 def _save(splits: dict[str, Split], folder: Path) -> None:
     sequences = next(iter(splits.values())).sequences
-    arrays = {name: getattr(sequences, name) for name in ("tokens", "starts", "lengths")}
+    tensors = {name: getattr(sequences, name) for name in ("tokens", "starts", "lengths")}
     for name, split in splits.items():
-        arrays |= {f"{name}.index": split.index, f"{name}.labels": split.labels}
+        tensors |= {f"{name}.index": split.index, f"{name}.labels": split.labels}
+    arrays = {name: x.numpy() for name, x in tensors.items()}
+    arrays["splits"] = np.array(list(splits))  # files alone would not tell of one that was lost
     elsewhere = "set FASTRPB_CACHE to another folder"
     with staging(folder.parent, elsewhere) as temporary:
         entry = temporary / folder.name
         entry.mkdir()
         for name, array in arrays.items():
             with (entry / f"{name}.npy").open("wb") as file:
-                np.save(file, array.numpy())
+                np.save(file, array)
                 file.flush()
                 os.fsync(file.fileno())
         try:
@@ -97,9 +99,8 @@ def _save(splits: dict[str, Split], folder: Path) -> None:
 
 
 def _open(folder: Path) -> dict[str, Split]:
-    # Of every split there are two files: where one of them is lost, the other still names it.
-    names = sorted({path.name.split(".")[0] for path in folder.glob("*.*.npy")})
     try:
+        names = np.load(folder / "splits.npy").tolist()
         sequences = Sequences(*(_map(folder, name) for name in ("tokens", "starts", "lengths")))
         return {
             name: Split(sequences, _map(folder, f"{name}.index"), _map(folder, f"{name}.labels"))

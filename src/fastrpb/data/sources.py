@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from fastrpb.data.cache import Files, cached
 from fastrpb.data.dataset import DataError, Split, check_labels, corpus
-from fastrpb.files import first_line
+from fastrpb.files import expanded, first_line
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Source:
     def _root(self, data_dir: Path | None) -> Path:
         own = data_dir or os.environ.get("FASTRPB_DATA")
         if own:
-            return Path(own).expanduser()
+            return expanded(own)
         if self.hub is None:
             raise DataError(f"{self.name} needs its files: {self.get}")
         return download(self.hub, ["*/train-*.parquet", "*/test-*.parquet"])
