@@ -7,8 +7,16 @@ import onnxruntime
 import pytest
 import torch
 
-from fastrpb import Classifier, LanguageModel, ModelConfig, PairClassifier, save_model
-from fastrpb.onnx import export
+from fastrpb import (
+    Classifier,
+    FastRPB,
+    LanguageModel,
+    ModelConfig,
+    PairClassifier,
+    save_model,
+    softmax_attention,
+)
+from fastrpb.onnx import export, translations
 
 SMALL = {
     "vocab_size": 11,
@@ -32,6 +40,30 @@ def run(session, names, inputs):
 def batch(size, length):
     lengths = torch.randint(1, length + 1, (size, 1))
     return torch.randint(11, (size, length)), torch.arange(length) < lengths
+
+
+def test_a_model_of_ones_own(tmp_path):
+    """Long enough for the product to be an operator of this library."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rpb = FastRPB(2, 700)
+
+        def forward(self, q, k, v):
+            return softmax_attention(q, k, v) + self.rpb(v)
+
+    layer, inputs, names = Layer().eval(), torch.randn(3, 1, 2, 700, 8).unbind(), ["q", "k", "v"]
+    settings = {"dynamo": True, "opset_version": 20, "verbose": False, "input_names": names}
+    program = torch.onnx.export(layer, inputs, custom_translation_table=translations(), **settings)
+    program.save(tmp_path / "layer.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "layer.onnx")
+    with torch.no_grad():
+        torch.testing.assert_close(
+            run(session, names, inputs), layer(*inputs), rtol=1e-4, atol=1e-5
+        )
+    with pytest.raises(TypeError, match=r"not Layer; .*fastrpb\.onnx\.translations\(\)"):
+        export(layer, tmp_path / "layer.onnx")
 
 
 @pytest.mark.parametrize(

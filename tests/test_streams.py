@@ -310,3 +310,24 @@ def test_rows_that_are_not_there():
         bias(v, state=bias.init_state(v), rows=(0, 1))
     with pytest.raises(ValueError, match="rows= is for a bias without a prefix"):
         FastRPB(3, 20, prefix=1)(v, rows=(0, 1))
+
+
+@pytest.mark.parametrize("step", [False, True])
+@torch.no_grad()
+def test_a_stream_in_what_is_compiled(step):
+    """Past the blocks that a step sums, where the work depends on the number of the token."""
+    torch.compiler.reset()
+    rpb = FastRPB(2, 300, causal=True)
+    v = torch.randn(1, 2, 140, 4)
+
+    def run(x, state):
+        x = 2 * x
+        return (rpb.step(x, state)[0] if step else rpb(x, state=state)) + 1
+
+    compiled, state = torch.compile(run, backend="aot_eager"), rpb.init_state(v)
+    ys = [compiled(v[:, :, t : t + 1], state) for t in range(140)]
+    torch.testing.assert_close(torch.cat(ys, 2), rpb(2 * v) + 1, rtol=1e-4, atol=1e-5)
+    torch.compiler.reset()
+    whole = torch.compile(run, backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="leave out fullgraph=True, or use rows="):
+        whole(v[:, :, :1], rpb.init_state(v))

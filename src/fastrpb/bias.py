@@ -279,6 +279,11 @@ class FastRPB(Bias):
         self._check(v, mask)
         if state is None:
             return
+        if torch.compiler.is_dynamo_compiling():  # what raises is left to Python
+            raise RuntimeError(
+                "the work of a stream differs from token to token, which no one graph can hold: "
+                "leave out fullgraph=True, or use rows= with all values so far"
+            )
         (*lead, length, dim), n = state.history.shape, self.max_length
         if lead != [*v.shape[:-2]] or dim != v.shape[-1]:
             size = tuple(state.history.shape)

@@ -53,14 +53,17 @@ def export(model: nn.Module | str | os.PathLike, path: str | os.PathLike) -> Pat
     if not isinstance(model, nn.Module):
         model = load_model(_weights_file(Path(model)))
     if type(model).__name__ not in MODELS:
-        raise TypeError(f"export one of {', '.join(MODELS)}, not {type(model).__name__}")
+        raise TypeError(
+            f"export one of {', '.join(MODELS)}, not {type(model).__name__}; a model of your own "
+            "by torch.onnx.export, with custom_translation_table=fastrpb.onnx.translations()"
+        )
     config: ModelConfig = model.config  # pyright: ignore[reportAssignmentType]
     if config.position in ("sinespe", "convspe"):
         raise ValueError(
             f"position={config.position!r} draws new random codes at every call, so no two "
             "programs can give equal outputs; it is not exported"
         )
-    translations: dict = {torch.ops.fastrpb.toeplitz_fft.default: _translation()}
+    table = translations()
     inputs = _inputs(model, config)
     with _quiet():
         shapes = [_dynamic(name, config) for name in inputs]
@@ -80,7 +83,7 @@ def export(model: nn.Module | str | os.PathLike, path: str | os.PathLike) -> Pat
             input_names=list(inputs),
             output_names=["logits"],
             dynamic_shapes=tuple(shapes),
-            custom_translation_table=translations,
+            custom_translation_table=table,
         )
     with replacing(path) as part:
         program.save(part)  # pyright: ignore[reportOptionalMemberAccess]
@@ -129,8 +132,18 @@ def _exportable(model: nn.Module, config: ModelConfig) -> nn.Module:
     return model
 
 
-def _translation() -> Callable:
-    """What `fastrpb::toeplitz_fft` is in ONNX, as a function that the exporter calls."""
+def translations() -> dict[Callable, Callable]:
+    """What the operators of this library are in ONNX, for `torch.onnx.export` of your own models.
+
+    Needs `dynamo=True` and at least `opset_version=20`, whose DFT runs along any axis.
+
+    >>> from fastrpb import FastRPB
+    >>> model, v = torch.nn.Sequential(FastRPB(4, 2048)).eval(), torch.randn(2, 4, 2048, 8)
+    >>> settings = {"dynamo": True, "opset_version": 20, "verbose": False}
+    >>> table = translations()
+    >>> program = torch.onnx.export(model, (v,), custom_translation_table=table, **settings)
+    >>> program.save(getfixture("tmp_path") / "model.onnx")
+    """
     try:
         import onnxscript  # noqa: PLC0415  (an extra)
     except ModuleNotFoundError:
@@ -167,7 +180,7 @@ def _translation() -> Callable:
         y = y if pair == 2 else op.Slice(y, [0], [1], [4])
         return op.Reshape(y, shape(batch, [heads], m, [dim]))
 
-    return toeplitz_fft
+    return {torch.ops.fastrpb.toeplitz_fft.default: toeplitz_fft}
 
 
 def _multiply(op: Any, a, b):
