@@ -26,6 +26,7 @@ from fastrpb.toeplitz import additive_parts
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 MARKS = ("o", "s", "^", "D", "v", "P", "X")
+LINES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 4)))  # as many as `ROWS`
 WEIGHTS_MAP = "RdBu_r"
 _STRIP = 500  # columns of a strip: fewer than its dots
 _RUNNING = 15  # tokens of a running mean
@@ -212,27 +213,30 @@ def slice_figure(
     return figure
 
 
-def curves_figure(runs: Sequence[tuple[str, list[dict[str, Any]]]]) -> Figure:
+def curves_figure(runs: Sequence[tuple[tuple[str, str], list[dict[str, Any]]]]) -> Figure:
     """Loss of training and accuracy of validation against the step, a line for each run.
 
-    Runs of the same name, which differ in their seeds, share a look.
+    Runs of one cell, (row, column) of a table, differ in their seeds and share a look.
     """
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    looks = dict(zip(dict.fromkeys(name for name, _ in runs), _looks(), strict=False))
-    for number, (name, lines) in enumerate(runs):
+    rows, _ = rows_and_columns(cell for cell, _ in runs)
+    for number, (cell, lines) in enumerate(runs):
+        row, column = cell
         train = [(line["step"], line["loss"]) for line in lines if "loss" in line]
         valid = [
             (line["step"], 100 * line["validation"]["accuracy"])
             for line in lines
             if "validation" in line
         ]
-        first = name not in [name for name, _ in runs[:number]]
+        colour, mark = _LOOKS[column]
+        look = {"color": colour, "marker": mark, "markersize": 4, "linewidth": 1.0}
+        look |= {"linestyle": LINES[rows.index(row)]}
+        if cell not in [cell for cell, _ in runs[:number]]:
+            look["label"] = f"{ROWS[row]}, {COLUMNS[column]}"
         for ax, points in ((left, train), (right, valid)):
             steps, values = [p[0] for p in points], [p[1] for p in points]
-            look = {"color": looks[name][0], "marker": looks[name][1], "markersize": 4}
-            look |= {"markevery": max(1, len(points) // 8), "linewidth": 1.0}
-            ax.plot(steps, values, label=name if first else None, **look)
+            ax.plot(steps, values, markevery=max(1, len(points) // 8), **look)
     left.set(xlabel="step", ylabel="training loss (cross-entropy)", yscale="log")
     right.set(xlabel="step", ylabel="validation accuracy, %")
     for ax in (left, right):
@@ -258,7 +262,8 @@ def gains_figure(set_ups: dict[str, Cells]) -> Figure:
         for row, place in places.items():
             means = sorted(cell.mean for (name, _), cell in cells.items() if name == row)
             ax.plot(means, [place] * len(means), color="gray", linewidth=0.8)
-        for column, (colour, mark) in zip(columns, _looks(), strict=False):
+        for column in columns:
+            colour, mark = _LOOKS[column]
             here = {places[row]: cell for (row, name), cell in cells.items() if name == column}
             marks[COLUMNS[column]] = ax.errorbar(
                 [cell.mean for cell in here.values()],
@@ -327,3 +332,6 @@ def _looks() -> Iterator[tuple[str, str]]:
     # All colours with their marks, then with the next marks: 49 looks.
     turns = (MARKS[turn:] + MARKS[:turn] for turn in range(len(MARKS)))
     return cycle(look for marks in turns for look in zip(COLOURS, marks, strict=True))
+
+
+_LOOKS = dict(zip(COLUMNS, _looks(), strict=False))  # of the positions, the same in every figure

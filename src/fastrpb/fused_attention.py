@@ -132,10 +132,9 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def tangent(tangents, q, k, v, mask, plus, projection, kind, causal):
-        *moves, _, dplus, _, _, _ = tangents
         attention = _plain(mask, projection, kind, causal)
-        _, dy = torch.func.jvp(attention, (q, k, v), tuple(moves))
-        dy = dy if plus is None else dy + dplus
+        dy = torch.func.jvp(attention, (q, k, v), tangents[:3])[1]
+        dy = dy if plus is None else dy + tangents[4]
         return dy, *(None for _ in range(1 if causal else 3))  # as many as the state has
 
     @staticmethod

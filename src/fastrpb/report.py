@@ -271,7 +271,7 @@ def _curves(
     drawn = {}
     for title, group in groups.items():
         lines = [
-            (_cell_name(e.config), _unless_damaged(e.run.metrics, [], on_damaged))
+            (_cell(e.config), _unless_damaged(e.run.metrics, [], on_damaged))
             for e in group
             if e.run
         ]
@@ -286,10 +286,10 @@ def _digest(entry: Entry) -> str | None:
     return entry.record.get("data") if entry.record else None
 
 
-def _cell_name(config: dict[str, Any]) -> str:
+def _cell(config: dict[str, Any]) -> tuple[str, str]:
+    """Row and column of a run in the tables."""
     model = config["model"]
-    name = row(model["attention"], model["features"])
-    return f"{ROWS[name]}, {COLUMNS[model['position']]}"
+    return row(model["attention"], model["features"]), model["position"]
 
 
 def _weights(run: Run) -> list[Tensor]:

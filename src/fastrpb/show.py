@@ -30,9 +30,10 @@ class Display:
 
     def __init__(self) -> None:
         self.console = Console(highlight=False)
-        columns = [Column(no_wrap=True, overflow="ellipsis") for _ in range(2)]
-        name, words = map(TextColumn, ("{task.description}", "{task.fields[words]}"))
-        name.table_column, words.table_column = columns
+        name, words = (
+            TextColumn(what, table_column=Column(no_wrap=True, overflow="ellipsis"))
+            for what in ("{task.description}", "{task.fields[words]}")
+        )
         bar = [BarColumn(12)] if self.console.width >= _ROOM_FOR_BARS else []
         self.bars = Progress(name, *bar, words, console=self.console)
         self.tasks: dict[str, TaskID] = {}

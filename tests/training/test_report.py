@@ -124,11 +124,18 @@ def test_figures_show_the_numbers():
     low, high = axes[0].images[0].get_clim()
     assert low == -high  # zero is white
     lines = [{"step": 1, "loss": 3.0}, {"step": 1, "validation": {"accuracy": 0.5}}]
-    left, right = curves_figure([("a", lines), ("a", lines), ("b", lines)]).axes
+    cells = [("sikf", "none"), ("sikf", "none"), ("sikf", "fastrpb"), ("softmax", "fastrpb")]
+    left, right = curves_figure([(cell, lines) for cell in cells]).axes
     assert left.lines[0].get_ydata() == [3.0]
     assert right.lines[0].get_ydata() == [50.0]
-    assert [text.get_text() for text in right.get_legend().get_texts()] == ["a", "b"]
-    assert left.lines[0].get_color() == left.lines[1].get_color() != left.lines[2].get_color()
+    names = ["Linear, SIKF, None", "Linear, SIKF, FastRPB", "Original, FastRPB"]
+    assert [text.get_text() for text in right.get_legend().get_texts()] == names
+    none, again, fastrpb, softmax = left.lines
+    assert none.get_color() == again.get_color() != fastrpb.get_color() == softmax.get_color()
+    assert none.get_linestyle() == fastrpb.get_linestyle() != softmax.get_linestyle()
+    gains = gains_figure({"digits": {cell: Cell(1.0, 0.0, 1) for cell in cells}})
+    shown = [container.lines[0].get_color() for container in gains.axes[0].containers]
+    assert shown == [none.get_color(), fastrpb.get_color()]
 
 
 def test_gains_are_those_of_the_cells():
