@@ -13,7 +13,7 @@ from typing import NoReturn
 try:
     from fastrpb.cli import app, complain
 except ModuleNotFoundError as missing:
-    how = "pip install '.[cli]' in a clone of fastrpb"
+    how = "pip install '.[train]' in a clone of fastrpb"
     print(f"fastrpb: the command needs the package {missing.name}: {how}", file=sys.stderr)
     sys.exit(2)
 

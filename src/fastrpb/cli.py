@@ -187,12 +187,12 @@ def train(
     else:
         resolved = resolve(task, config, values, strongest)
         run = Run(out or Path("runs", name_of(resolved)))
-        if run.exists():  # looked at by all, before any of them can have made it
-            raise ValueError(
-                f"{run.folder} has a run already; continue it with: {run.resume_command}, or "
-                "choose another folder by --out"
-            )
-    given = trackers or []
+    again = _resume_command(run, data_dir, trackers or [], cpu)
+    if resume is None and run.exists():  # looked at by all, before any of them can have made it
+        raise ValueError(
+            f"{run.folder} has a run already; continue it with: {again}, or choose another folder "
+            "by --out"
+        )
     if trackers is None:
         trackers = [name for name in TRACKERS[:1] if find_spec(name)]
     try:
@@ -206,9 +206,6 @@ def train(
                 on_progress=functools.partial(display.progress, run.folder.name),
             )
     except Interruption as interruption:
-        options = ["--data-dir", str(data_dir)] if data_dir else []
-        options += [word for name in given for word in ("--tracker", name)] + ["--cpu"] * cpu
-        again = f"{run.resume_command} {shlex.join(options)}".rstrip()
         complain(f"{interruption}; go on with: {again}")
         sys.exit(128 + interruption.number)
     if _is_main():
@@ -463,6 +460,13 @@ def export(
         print(f"written to {write(run if whole else load_run(run)[1], out)}")
     except ImportError as error:
         raise ValueError(error) from None
+
+
+def _resume_command(run: Any, data_dir: Path | None, trackers: Sequence[str], cpu: bool) -> str:
+    """What goes on with a run just as it was begun."""
+    options = ["--data-dir", str(data_dir)] if data_dir else []
+    options += [word for name in trackers for word in ("--tracker", name)] + ["--cpu"] * cpu
+    return f"{run.resume_command} {shlex.join(options)}".rstrip()
 
 
 def _compare(configs: Sequence[RunConfig], folder: Path, metric: str, **options: Any) -> None:

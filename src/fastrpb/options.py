@@ -10,7 +10,7 @@ import typer
 
 from fastrpb.config import OF_THE_TASK, RunConfig, load_config, override
 from fastrpb.data import TASKS
-from fastrpb.model_config import ModelConfig
+from fastrpb.model_config import Features, ModelConfig
 from fastrpb.presets import CELL, best, preset
 
 ONE_TASK = typer.Argument(help=f"One of {', '.join(TASKS)}.", autocompletion=lambda: TASKS)
@@ -26,6 +26,8 @@ Strongest = Annotated[
     bool, typer.Option("--best", help="The strongest set-up found, instead of the paper's.")
 ]
 Cpu = Annotated[bool, typer.Option("--cpu", help="Stay on the CPU even where there is a GPU.")]
+# As `compare` takes it: a row of the tables.
+_ROW = Annotated[Literal[("softmax", *get_args(Features))], "feature map of linear attention"]
 Metric = Annotated[Literal["accuracy", "f1"], typer.Option(help="On test, in per cent.")]
 
 
@@ -34,7 +36,10 @@ def config_options(*left_out: str) -> Callable[[Callable[..., None]], Callable[.
     left_out = ("task", "model", *OF_THE_TASK, *left_out)
     options = []
     for panel, config in (("Run", RunConfig), ("Model", ModelConfig)):
-        for name, hint in get_type_hints(config, include_extras=True).items():
+        hints = get_type_hints(config, include_extras=True)
+        if "features" in hints:
+            hints["features"] = _ROW
+        for name, hint in hints.items():
             annotated = get_origin(hint) is Annotated
             text = f"{hint.__metadata__[0]}." if annotated else None
             option = typer.Option(help=text, rich_help_panel=panel)
@@ -48,7 +53,7 @@ def config_options(*left_out: str) -> Callable[[Callable[..., None]], Callable[.
         def wrapper(**arguments: Any) -> None:
             values = {option.name: arguments.pop(option.name) for option in options}
             given = {name: value for name, value in values.items() if value is not None}
-            command(**arguments, values=given)
+            command(**arguments, values=_fields(given))
 
         own = [p for p in inspect.signature(command).parameters.values() if p.name != "values"]
         wrapper.__signature__ = inspect.Signature([*own, *options])  # pyright: ignore[reportAttributeAccessIssue]
@@ -56,6 +61,15 @@ def config_options(*left_out: str) -> Callable[[Callable[..., None]], Callable[.
         return wrapper
 
     return decorate
+
+
+def _fields(values: dict[str, Any]) -> dict[str, Any]:
+    """Values of options as those of fields: softmax attention is a row, and has no features."""
+    if values.get("features") != "softmax":
+        return values
+    if values.get("attention", "softmax") != "softmax":
+        raise ValueError("--features softmax is softmax attention: drop --attention linear")
+    return {**{name: x for name, x in values.items() if name != "features"}, "attention": "softmax"}
 
 
 def resolve(

@@ -194,5 +194,6 @@ def test_without_typer_the_extra_is_named():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == (
-        "fastrpb: the command needs the package typer: pip install '.[cli]' in a clone of fastrpb\n"
+        "fastrpb: the command needs the package typer: pip install '.[train]' in a clone of "
+        "fastrpb\n"
     )
