@@ -12,7 +12,7 @@ from fastrpb.attention import (
 )
 from fastrpb.bias import FastRPB
 from fastrpb.bias2d import FastRPB2d
-from fastrpb.features import DPFP, FavorPlus, elu1, relu, sikf
+from fastrpb.features import DPFP, ExpFeatureMap, FavorPlus, FeatureMap, elu1, relu, sikf
 from fastrpb.model import (
     Classifier,
     LanguageModel,
@@ -40,9 +40,11 @@ __all__ = [
     "ALiBi",
     "Classifier",
     "ConvSPE",
+    "ExpFeatureMap",
     "FastRPB",
     "FastRPB2d",
     "FavorPlus",
+    "FeatureMap",
     "LanguageModel",
     "LearnedPositions",
     "LinearState",

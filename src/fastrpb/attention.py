@@ -260,7 +260,10 @@ def _check_plus(plus: Tensor, q: Tensor, v: Tensor) -> None:
 
 def _check_phi(phi: object) -> None:
     if not isinstance(phi, Phi):
-        raise TypeError(f"phi must be a feature map such as fastrpb.sikf, got {phi!r}")
+        raise TypeError(
+            f"phi must be a feature map such as fastrpb.sikf, got {phi!r}; one of your own is a "
+            "subclass of fastrpb.FeatureMap"
+        )
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:

@@ -22,7 +22,16 @@ HIDDEN = -1e30
 
 
 class FeatureMap(ABC):
-    """φ by itself, one vector at a time."""
+    """φ by itself, one vector at a time. A map of your own has `features` alone.
+
+    >>> from fastrpb import linear_attention
+    >>> class Square(FeatureMap):
+    ...     def features(self, x):
+    ...         return x.square()
+    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
+    >>> linear_attention(q, k, v, phi=Square(), causal=True).shape
+    torch.Size([2, 4, 100, 8])
+    """
 
     @abstractmethod
     def features(self, x: Tensor) -> Tensor:
@@ -40,7 +49,16 @@ class FeatureMap(ABC):
 
 
 class ExpFeatureMap(ABC):
-    """φ = exp(log φ), given by its logarithm."""
+    """φ = exp(log φ), given by its logarithm: attention never overflows, whatever its size.
+
+    >>> from fastrpb import linear_attention
+    >>> class Sharp(ExpFeatureMap):
+    ...     def log_features(self, x):
+    ...         return 2 * x
+    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
+    >>> bool(linear_attention(1e4 * q, k, v, phi=Sharp()).isfinite().all())
+    True
+    """
 
     @abstractmethod
     def log_features(self, x: Tensor) -> Tensor:
