@@ -82,3 +82,15 @@ def test_the_core_needs_only_torch():
     roots = {name.split(".")[0] for name in run.stdout.split()}
     assert "fastrpb" in roots
     assert roots <= {"fastrpb", "torch", *sys.stdlib_module_names}
+
+
+def test_the_first_product_is_quick():
+    """Dynamo, a second to import, is for those who compile."""
+    code = (
+        "import sys, torch, fastrpb;"
+        "w, v = torch.randn(2, 1399, requires_grad=True), torch.randn(1, 2, 700, 4);"
+        "fastrpb.toeplitz_matmul(w, v, impl='fft').sum().backward();"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastrpb.kernels.autograd import apply, into_axis
 from fastrpb.kernels.launch import favor_features, tile_width
+from fastrpb.kernels.registry import operator
 
 # Measured on an NVIDIA H200, with torch 2.11 and Triton 3.6. In distances of a head:
 CROSSOVER = 5000  # above, the hierarchical product is faster than the direct one
@@ -95,7 +96,7 @@ def _is_long(v: Tensor, distances: int) -> bool:
     return v.dtype in HALF and distances > CROSSOVER
 
 
-@torch.library.custom_op("fastrpb::toeplitz_triton", mutates_args=())
+@operator("toeplitz_triton")
 def _toeplitz(
     w: Tensor, v: Tensor, first: int, out_length: int, prefix: int, line: int, inside: bool
 ) -> Tensor:
@@ -121,7 +122,7 @@ def _toeplitz(
     return result
 
 
-@torch.library.custom_op("fastrpb::toeplitz_triton_backward", mutates_args=())
+@operator("toeplitz_triton_backward")
 def _toeplitz_backward(
     g: Tensor, w: Tensor, v: Tensor, first: int, prefix: int, line: int, inside: bool
 ) -> tuple[Tensor, Tensor]:
@@ -165,7 +166,7 @@ def _attention_state(
     return [k.new_empty(x, dtype=torch.float32) for x in shapes]
 
 
-@torch.library.custom_op("fastrpb::linear_attention_triton", mutates_args=())
+@operator("linear_attention_triton")
 def _attention(
     q: Tensor,
     k: Tensor,
@@ -193,7 +194,7 @@ def _attention(
     return y, form.forward(q, k, v, mask, plus, y, kind)
 
 
-@torch.library.custom_op("fastrpb::linear_attention_triton_backward", mutates_args=())
+@operator("linear_attention_triton_backward")
 def _attention_backward(
     g: Tensor,
     q: Tensor,
@@ -221,14 +222,14 @@ def _attention_backward(
     return dq, dk, dv
 
 
-@torch.library.custom_op("fastrpb::image_sums_triton", mutates_args=())
+@operator("image_sums_triton")
 def _image_sums(v: Tensor, height: int, width: int) -> Tensor:
     from fastrpb.kernels import image  # noqa: PLC0415
 
     return image.sums(_rows(v), height, width)
 
 
-@torch.library.custom_op("fastrpb::image_spread_triton", mutates_args=())
+@operator("image_spread_triton")
 def _image_spread(sums: Tensor, height: int, width: int, dtype: torch.dtype) -> Tensor:
     from fastrpb.kernels import image  # noqa: PLC0415
 
@@ -238,46 +239,46 @@ def _image_spread(sums: Tensor, height: int, width: int, dtype: torch.dtype) -> 
     return y
 
 
-@torch.library.custom_op("fastrpb::coins_triton", mutates_args=())
+@operator("coins_triton")
 def _coins(seed: Tensor, size: list[int], dropped: int) -> Tensor:
     from fastrpb.kernels import coins  # noqa: PLC0415
 
     return coins.coins(seed, size, dropped)
 
 
-@_toeplitz.register_fake
+@_toeplitz
 def _(w, v, first, out_length, prefix, line, inside):
     return _like(v, prefix + out_length, inside)
 
 
-@_toeplitz_backward.register_fake
+@_toeplitz_backward
 def _(g, w, v, first, prefix, line, inside):
     return w.new_empty(w.shape), _like(v, v.shape[2], inside)
 
 
-@_attention.register_fake
+@_attention
 def _(q, k, v, mask, plus, projection, kind, causal, inside):
     return _like(v, q.shape[2], inside), _attention_state(q, k, v, causal, projection)
 
 
-@_attention_backward.register_fake
+@_attention_backward
 def _(g, q, k, v, mask, projection, state, kind, causal, inside):
     return tuple(_like(x, x.shape[2], inside) for x in (q, k, v))
 
 
-@_image_sums.register_fake
+@_image_sums
 def _(v: Tensor, height: int, width: int) -> Tensor:
     batch, heads, _, dim = v.shape
     return v.new_empty(2, batch, heads, max(height, width), dim, dtype=torch.float32)
 
 
-@_image_spread.register_fake
+@_image_spread
 def _(sums: Tensor, height: int, width: int, dtype: torch.dtype) -> Tensor:
     _, batch, heads, _, dim = sums.shape
     return sums.new_empty(batch, heads, height * width, dim, dtype=dtype)
 
 
-@_coins.register_fake
+@_coins
 def _(seed: Tensor, size: list[int], dropped: int) -> Tensor:
     return seed.new_empty(size, dtype=torch.uint8)
 
