@@ -135,8 +135,13 @@ def test_forward_mode(phi, causal):
     def gradients(*call):
         return torch.func.grad(lambda *x: run(*x).square().sum(), (1, 2, 3, 4, 5))(*call)
 
+    def tangent(impls, *at):
+        return torch.func.jvp(partial(run, impls), at, tuple(x.to(at[0].dtype) for x in tangents))[
+            1:
+        ]
+
     exact = [tuple(x.double() for x in xs) for xs in (primals, tangents)]
-    for function in (lambda *call: (run(*call),), gradients):
+    for function in (lambda *call: (run(*call),), gradients, tangent):
         got = torch.func.jvp(partial(function, ("triton", "triton")), primals, tangents)
         wanted = torch.func.jvp(partial(function, ("dense", "torch")), *exact)
         for a, b in zip(got[1], wanted[1], strict=True):

@@ -154,15 +154,17 @@ def test_forward_mode(impl, moves):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-def test_hessian():
-    """Forward mode over reverse mode, batched: tangents of gradients."""
+@pytest.mark.parametrize("outer", [torch.func.jacfwd, torch.func.jacrev])
+@pytest.mark.parametrize("inner", [torch.func.jacfwd, torch.func.jacrev])
+def test_second_derivatives(inner, outer):
+    """Forward and reverse mode over each other, batched."""
     w, v = torch.randn(2, 13, dtype=torch.float64), torch.randn(3, 2, 7, 4, dtype=torch.float64)
 
     def loss(w, v, impl):
         return toeplitz_matmul(w, v, impl=impl).pow(3).sum()
 
-    hessian = torch.func.hessian(loss, (0, 1))
-    torch.testing.assert_close(hessian(w, v, "fft"), hessian(w, v, "dense"))
+    second = outer(inner(loss, (0, 1)), (0, 1))
+    torch.testing.assert_close(second(w, v, "fft"), second(w, v, "dense"))
 
 
 def test_forward_mode_of_a_model():
@@ -182,6 +184,20 @@ def test_forward_mode_of_a_model():
     torch.testing.assert_close(
         (g * dy).sum(), sum((gradients[name] * tangents[name]).sum() for name in weights)
     )
+
+
+def test_operators_by_themselves_have_no_gradients():
+    """Programs that were exported are of these; they compute, but do not train."""
+    w, v = torch.randn(2, 1399, requires_grad=True), torch.randn(1, 2, 700, 4)
+    y = torch.ops.fastrpb.toeplitz_fft(w, v, 700)
+    torch.testing.assert_close(y, toeplitz_matmul(w, v))
+    with pytest.raises(RuntimeError, match="operators of fastrpb have no gradients of their own"):
+        y.sum().backward()
+    rpb = FastRPB(2, 700)
+    program = torch.export.export(rpb, (v,)).module()
+    torch.testing.assert_close(program(v), rpb(v))
+    with pytest.raises(RuntimeError, match="operators of fastrpb have no gradients of their own"):
+        program(v).sum().backward()
 
 
 def _product(w):

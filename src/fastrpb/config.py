@@ -197,7 +197,10 @@ def completed(config: dict[str, Any]) -> dict[str, Any]:
         {f.name: f.default for f in fields(kind) if f.default is not MISSING}
         for kind in (RunConfig, ModelConfig)
     )
-    return {**own, **config, "model": {**model, **config["model"]}}
+    model |= config["model"]
+    if model.get("attention") == "softmax":  # of which older ones named features
+        model["features"] = ModelConfig.features
+    return {**own, **config, "model": model}
 
 
 def differences(saved: RunConfig, asked: RunConfig) -> list[str]:

@@ -105,7 +105,7 @@ never forms; use fastrpb, fastrpb2d, sinespe, convspe or rope, or attention='sof
         ):
             check_choice(name, getattr(self, name), get_args(kind))
         if self.attention == "softmax":  # has no features; of equal models the configs are equal
-            object.__setattr__(self, "features", "sikf")
+            object.__setattr__(self, "features", ModelConfig.features)
         for name in _SIZES:
             if name not in _BY_DEFAULT or getattr(self, name) is not None:
                 check_size(name, getattr(self, name))

@@ -134,8 +134,12 @@ def collect(
             if key not in entries or entries[key].run is None:
                 entries[key] = entry
     # Older records do not say what data they are of: those of the same config are taken for theirs.
-    told = {config for config, digest, _ in entries if digest}
-    entries = {x: e for x, e in entries.items() if not e.record or x[1] or x[0] not in told}
+    told = {key[0]: key for key in entries if key[1]}
+    for key, entry in [*entries.items()]:
+        same = told.get(key[0])
+        if entry.record and not key[1] and same:
+            entries[same] = replace(entries[same], run=entries[same].run or entry.run)
+            del entries[key]
     unique: dict[str, Entry] = {}
     for entry in entries.values():
         numbered = (f"{entry.name}-{number}" for number in count(2))

@@ -42,9 +42,9 @@ class _Cost(NamedTuple):
         return dense <= self.launch + heads * length * (columns + 1) * self.transform
 
 
-# Measured on two cores of an AMD EPYC, torch 2.13 (float32 with gradients, for which dense products
-# write matrices like W twice more), and on an NVIDIA H200, torch 2.11. Other devices take those of
-# the CPU; `make bench` shows how `auto` does.
+# Measured on two cores of an AMD EPYC, torch 2.13, and on an NVIDIA H200, torch 2.11; the first row
+# with gradients, for which a dense product writes two more matrices of the size of W. Other devices
+# take those of the CPU; `make bench` shows how `auto` does.
 _COSTS = {
     ("cpu", torch.float32): _Cost(1.2, 0.0125, 2e5, 1.4),
     ("cpu", torch.float64): _Cost(0.6, 0.04, 3e5, 2.0),

@@ -119,15 +119,24 @@ def train(
         with ExitStack() as held:
             _first_alone(accelerator, run.refuse_others)  # before it leaves a lock there
             _first_alone(accelerator, lambda: held.enter_context(run.locked()))
-            try:
-                finished = _first_alone(accelerator, lambda: _begin(run, config, trainer.digest))
-                if finished is not None:
-                    return finished
-                with caught_signals() as trainer.signals:
-                    return trainer.fit()
-            finally:
-                with suppress(OSError):  # of trackers on a full disk, which would hide what it cut
-                    accelerator.end_training()
+            held.enter_context(_ended(accelerator))
+            finished = _first_alone(accelerator, lambda: _begin(run, config, trainer.digest))
+            if finished is not None:
+                return finished
+            with caught_signals() as trainer.signals:
+                return trainer.fit()
+
+
+@contextmanager
+def _ended(accelerator: Accelerator) -> Iterator[None]:
+    """Ends the trackers; where they cannot end, that does not hide what went wrong before."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            accelerator.end_training()
+        raise
+    accelerator.end_training()
 
 
 def _first_alone(accelerator: Accelerator, function: Callable[[], _T]) -> _T:

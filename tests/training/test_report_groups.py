@@ -8,6 +8,7 @@ import pytest
 
 from fastrpb.config import override
 from fastrpb.presets import name_of
+from fastrpb.records import same_config
 from fastrpb.report import collect, set_ups, write_report
 from fastrpb.run import Run
 from fastrpb.train import train
@@ -69,6 +70,14 @@ def test_a_record_that_does_not_name_its_data_counts_once(tmp_path):
         path.write_text("".join(json.dumps(x) + "\n" for x in records))
         (entry,) = collect([path])
         assert entry.record["data"] == "d1"
+    run = Run(tmp_path / "run")
+    train(small(), run.folder, cpu=True)
+    told = run.result()
+    run.result_file.write_text(json.dumps({x: told[x] for x in told if x != "data"}))
+    (tmp_path / "results.jsonl").write_text(json.dumps(told) + "\n")
+    (entry,) = collect([run.folder, tmp_path / "results.jsonl"])
+    assert entry.run is not None  # its curves and weights
+    assert entry.record["data"] == told["data"]
     others = tmp_path / "others.jsonl"
     lines = [record, {**again, "config": asdict(small(seed=1))}]
     others.write_text("".join(json.dumps(x) + "\n" for x in lines))
@@ -79,6 +88,9 @@ def test_softmax_attention_has_no_features_to_tell_runs_apart():
     configs = [small(attention="softmax", position="none")]
     configs.append(override(small(features="relu", position="none"), {"attention": "softmax"}))
     assert configs[0] == configs[1]
+    old = asdict(configs[0])
+    old["model"]["features"] = "relu"  # as they were written
+    assert same_config(old) == same_config(asdict(configs[0]))
 
 
 def test_a_note_has_what_differs_alone(tmp_path):

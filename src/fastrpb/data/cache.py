@@ -19,7 +19,7 @@ from torch import Tensor
 from fastrpb.data.dataset import DataError, Sequences, Split
 from fastrpb.files import expanded, is_full
 
-# To be raised whenever a reader gives other tokens for the same files.
+# To be raised whenever a reader gives other tokens for the same files, or an entry has other files.
 VERSION = 2
 
 Files = dict[str, list[Path]]

@@ -19,9 +19,10 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     moves = forward_ad._current_level >= 0
     if torch.compiler.is_compiling():
         if transformed or moves:
-            # Dynamo would take the operators for constants, silently. What raises is not compiled.
+            # Dynamo would take the operators for constants: derivatives would be zero. Code that
+            # raises is left uncompiled.
             raise RuntimeError(
-                "torch.compile would lose the derivatives that torch.func takes of this: leave out "
+                "torch.compile cannot hold what torch.func makes of this: leave out "
                 "fullgraph=True, or compile without torch.func"
             )
         return function.apply(*args)
@@ -45,10 +46,18 @@ def _in_forward_mode(function: Any) -> type[torch.autograd.Function]:
 
         @staticmethod
         def jvp(ctx, *tangents):
-            pairs = zip(ctx.saved_tensors, ctx.settings, strict=True)
-            return function.tangent(tangents, *(x if s is None else s for x, s in pairs))
+            # torch calls this with forward mode off, which would lose the tangents of tangents;
+            # the inputs still carry those that are being taken here.
+            with forward_ad._set_fwd_grad_enabled(True):
+                saved = (None if x is None else _primal(x) for x in ctx.saved_tensors)
+                pairs = zip(saved, ctx.settings, strict=True)
+                return function.tangent(tangents, *(x if s is None else s for x, s in pairs))
 
     return InForwardMode
+
+
+def _primal(x: Tensor) -> Tensor:
+    return forward_ad.unpack_dual(x).primal
 
 
 def into_axis(x: Tensor, mapped: int | None, count: int, axis: int) -> Tensor:
