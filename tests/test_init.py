@@ -76,3 +76,8 @@ def test_an_init_that_fills_nothing_is_refused(made):
         FastRPB(3, 8, init=lambda w, *_: made(w))
     with torch.inference_mode():
         assert FastRPB(3, 8).w.isfinite().all()
+
+
+def test_an_init_of_torch_takes_too_little():
+    with pytest.raises(TypeError, match=r"function of \(w, distance, copies\), see fastrpb\.init: "):
+        FastRPB(3, 8, init=torch.nn.init.zeros_)

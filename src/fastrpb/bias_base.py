@@ -67,7 +67,12 @@ class Bias(nn.Module, ABC):
         """
         distance, tracked = self._distance(), not self.w.is_inference()
         before = self.w._version if tracked else None
-        self.init(self.w, distance, self._copies())
+        try:
+            self.init(self.w, distance, self._copies())
+        except TypeError as error:  # such as those of torch.nn.init, which take w alone
+            raise TypeError(
+                f"init must be a function of (w, distance, copies), see fastrpb.init: {error}"
+            ) from error
         if tracked and self.w._version == before:
             raise ValueError(
                 "init did not fill w: it must do so in place, as fastrpb.init.zero does, and not "
