@@ -79,5 +79,5 @@ def test_an_init_that_fills_nothing_is_refused(made):
 
 
 def test_an_init_of_torch_takes_too_little():
-    with pytest.raises(TypeError, match=r"function of \(w, distance, copies\), see fastrpb\.init: "):
+    with pytest.raises(TypeError, match=r"of \(w, distance, copies\), see fastrpb\.init: "):
         FastRPB(3, 8, init=torch.nn.init.zeros_)
