@@ -187,7 +187,9 @@ def train(
     else:
         resolved = resolve(task, config, values, strongest)
         run = Run(out or Path("runs", name_of(resolved)))
-    again = _resume_command(run, data_dir, trackers or [], cpu)
+    kept = ["--data-dir", str(data_dir)] if data_dir else []
+    kept += [word for name in trackers or [] for word in ("--tracker", name)] + ["--cpu"] * cpu
+    again = f"{run.resume_command} {shlex.join(kept)}".rstrip()
     if resume is None and run.exists():  # looked at by all, before any of them can have made it
         raise ValueError(
             f"{run.folder} has a run already; continue it with: {again}, or choose another folder "
@@ -460,13 +462,6 @@ def export(
         print(f"written to {write(run if whole else load_run(run)[1], out)}")
     except ImportError as error:
         raise ValueError(error) from None
-
-
-def _resume_command(run: Any, data_dir: Path | None, trackers: Sequence[str], cpu: bool) -> str:
-    """What goes on with a run just as it was begun."""
-    options = ["--data-dir", str(data_dir)] if data_dir else []
-    options += [word for name in trackers for word in ("--tracker", name)] + ["--cpu"] * cpu
-    return f"{run.resume_command} {shlex.join(options)}".rstrip()
 
 
 def _compare(configs: Sequence[RunConfig], folder: Path, metric: str, **options: Any) -> None:

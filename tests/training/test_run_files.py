@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Killed(BaseException):
-    pass
+    """Nothing can be done about it."""
 
 
 @pytest.mark.parametrize("written", [False, True])
