@@ -285,6 +285,23 @@ def test_other_positions_are_of_the_records():
         assert row(name, text[letters][0] if letters else "–", mnist[pixels][0]) in README
 
 
+def test_the_parts_of_retrieval_are_of_the_records():
+    runs = records("retrieval-parts.jsonl")
+    for record in runs:
+        model = from_json(json.dumps(record["config"]), "the record").model
+        sees = {"interact": "also product and difference", "concat": "two vectors"}[model.pairing]
+        assert model.head_norm == (model.norm == "batch")
+        positions = {"none": "none", "fastrpb": "FastRPB"}[model.position]
+        positions += {"none": "", "sinusoidal": ", sinusoids"}[model.absolute]
+        pooled = {"cls": "CLS", "mean": "mean"}[model.pooling]
+        accuracy = percent(record["metrics"]["test"]["accuracy"])
+        assert row(sees, pooled, model.norm, positions, accuracy) in PAPER
+    assert len(runs) == 6
+    first = [r for r in runs if r["config"]["model"]["pairing"] == "interact"]
+    gain = abs(first[0]["metrics"]["test"]["accuracy"] - first[1]["metrics"]["test"]["accuracy"])
+    assert f"gains {100 * gain:.1f} points" in README
+
+
 def test_the_levers_of_mnist_are_those_of_the_records():
     for record in records("mnist-levers.jsonl"):
         config, (validation, test) = record["config"], record["metrics"].values()
