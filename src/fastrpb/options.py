@@ -27,7 +27,9 @@ Strongest = Annotated[
 ]
 Cpu = Annotated[bool, typer.Option("--cpu", help="Stay on the CPU even where there is a GPU.")]
 # As `compare` takes it: a row of the tables.
-_ROW = Annotated[Literal[("softmax", *get_args(Features))], "feature map of linear attention"]
+_ROW = Annotated[
+    Literal[("softmax", *get_args(Features))], "feature map of linear attention; or softmax"
+]
 Metric = Annotated[Literal["accuracy", "f1"], typer.Option(help="On test, in per cent.")]
 
 

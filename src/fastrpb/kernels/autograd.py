@@ -48,16 +48,13 @@ def _in_forward_mode(function: Any) -> type[torch.autograd.Function]:
         def jvp(ctx, *tangents):
             # torch calls this with forward mode off, which would lose the tangents of tangents;
             # the inputs still carry those that are being taken here.
+            unpack_dual = forward_ad.unpack_dual
             with forward_ad._set_fwd_grad_enabled(True):
-                saved = (None if x is None else _primal(x) for x in ctx.saved_tensors)
+                saved = (x if x is None else unpack_dual(x).primal for x in ctx.saved_tensors)
                 pairs = zip(saved, ctx.settings, strict=True)
                 return function.tangent(tangents, *(x if s is None else s for x, s in pairs))
 
     return InForwardMode
-
-
-def _primal(x: Tensor) -> Tensor:
-    return forward_ad.unpack_dual(x).primal
 
 
 def into_axis(x: Tensor, mapped: int | None, count: int, axis: int) -> Tensor:
